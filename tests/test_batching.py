@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from rl.batching import _cost, check_batch, pack, supervised_sample, to_sample
+from rl.batching import _cost, check_batch, has_branches, pack, supervised_sample, to_sample
 from rl.errors import RunError
 from rl.prefixes import Prefixes, families
 from rl.types import Problem, Rollout, Sample, Segment, StopReason, VersionRange
@@ -299,3 +299,39 @@ def test_an_engine_that_pads_computes_no_more_than_a_micro_batch_may_hold(num_ra
             assert max(computed) < 2 * sum(computed) / len(computed)
     with pytest.raises(RunError, match="2 sequences that belong together, of 18 tokens"):
         pack([sample(9), sample(3)], max_tokens=15, samples_per_unit=2, pads=True)
+
+
+def test_a_batch_says_how_often_what_could_be_shared_is_computed_twice():
+    """Three rows of 7, 7 and 2 of a prompt's answers."""
+    samples = [supervised_sample([1] * 10, [number] * 2) for number in range(16)]
+    assert pack(samples, max_tokens=24, share_prefixes=True).num_cuts == 2
+    assert pack(samples, max_tokens=24).num_cuts == 0
+
+
+def test_the_longest_sequence_of_a_batch_is_what_an_engine_needs_positions_for():
+    batch = pack([sample(n) for n in (3, 6, 4)], max_tokens=8)
+    assert batch.longest == 6
+    check_batch(batch, num_ranks=1, max_seq_len=6, shares_prefixes=False)
+    with pytest.raises(RunError, match="a sequence of 6 tokens exceeds the 5 positions"):
+        check_batch(batch, num_ranks=1, max_seq_len=5, shares_prefixes=False)
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ([0], False),
+        ([0, 1, 2, 0, 1], False),
+        ([0, 0, 0, 1], False),
+        ([0, 1, 2, 3, 2, 3], True),
+        ([0, 1, 1], True),
+        ([0, 1, 2, 0, 1, 2, 1], True),
+    ],
+)
+def test_a_row_has_branches_where_a_sequence_goes_on_after_part_of_another(positions, expected):
+    assert has_branches(np.array(positions)) is expected
+
+
+def test_prefixes_that_save_little_are_not_shared_where_the_longest_sequence_just_fits():
+    samples = [sample(20, first=100), *(supervised_sample([], [7] + [last] * 9) for last in (1, 2))]
+    batch = pack(samples, max_tokens=20, share_prefixes=True)
+    assert batch.num_tokens == batch.num_unshared_tokens == 40

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 
 from rl.batching import supervised_sample
@@ -44,3 +45,34 @@ def test_a_tree_knows_what_any_two_neighbours_share(sequences, random):
     ]
     for a, b in pairwise(ids):
         assert num_equal(samples[a].tokens, samples[b].tokens) == common(sequences[a], sequences[b])
+
+
+class Noted:
+    """Tokens, and up to which of them somebody has looked."""
+
+    def __init__(self, tokens):
+        self.tokens, self.read = tokens, 0
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, part):
+        taken = self.tokens[part]
+        self.read = max(self.read, part.start + len(taken))
+        return taken
+
+
+def test_the_order_takes_no_look_far_beyond_where_sequences_differ():
+    sequences = [Noted(np.full(100_000, token)) for token in (2, 1)]
+    assert lexical_order(sequences) == [1, 0]
+    assert max(sequence.read for sequence in sequences) < 1000
+
+
+@pytest.mark.parametrize(
+    ("rows", "cuts"),
+    [([[0, 1, 2, 3]], 0), ([[0, 1, 2], [3]], 0), ([[0], [1, 2], [3]], 1), ([[0, 2], [1], [3]], 2)],
+)
+def test_a_cut_is_between_neighbours_that_share_tokens_and_stand_in_different_rows(rows, cuts):
+    sequences = ([1, 1, 2], [1, 1, 3], [1, 4], [5])
+    prefixes = Prefixes([supervised_sample([], sequence) for sequence in sequences])
+    assert prefixes.num_cuts([prefixes.tree(ids) for ids in rows]) == cuts

@@ -148,7 +148,7 @@ def padded_advantages(
         raise RunError(f"{len(keep)} sequences are no groups of {group_size}")
     members = [_trajectory(rewards[i], keep[i]) for i in range(len(keep))]
     groups = [members[i : i + group_size] for i in range(0, len(members), group_size)]
-    advantages = torch.zeros(keep.shape, dtype=torch.get_default_dtype(), device=mask.device)
+    advantages = torch.zeros(keep.shape, device=mask.device)
     for i, value in enumerate(value for group in estimate(estimator, groups) for value in group):
         advantages[i, keep[i]] = torch.as_tensor(value).to(advantages)
     return advantages

@@ -11,7 +11,7 @@ from rl.actors.generator_pool import GeneratorPool
 from rl.actors.generator_replica import GeneratorReplica, Updates
 from rl.actors.remote import ProcessDied
 from rl.actors.replica import State
-from rl.errors import WeightsUnreachable
+from rl.errors import RunError, WeightsUnreachable
 from rl.types import Completion, LoRA, SamplingParams, StopReason, VersionRange
 from rl.waiting import beside
 from rl.weight_sync.manifest import MODEL, Manifest
@@ -456,5 +456,62 @@ def test_what_is_forgotten_while_it_drains_is_not_loaded():
             await world.publish(0)
             await world.pool.wait_served(0)
             assert world.process().loaded == [(MODEL, 0), (MODEL, 0)]
+
+    run(main)
+
+
+@pytest.mark.parametrize("error", [RunError("no such adapter"), asyncio.CancelledError()])
+def test_a_sample_that_fails_or_is_cancelled_by_its_process_leaves_nobody_waiting(error):
+    async def main():
+        async with running(World()) as world:
+            await world.publish(0)
+            await world.pool.wait_served(0)
+
+            async def fails(*_):
+                raise error
+
+            world.process().sample = fails
+            asked = asyncio.create_task(world.pool.sample([1], 1, PARAMS))
+            await asyncio.wait({asked}, timeout=1)
+            assert asked.done()
+            if isinstance(error, RunError):
+                assert asked.exception() is error
+            else:
+                assert asked.cancelled()
+            (replica,) = world.pool.replicas
+            assert (replica.state, replica.load, replica.num_restarts) == (State.SERVING, 0, 0)
+
+    run(main)
+
+
+def test_what_is_forgotten_while_the_base_is_loaded_is_not_asked_for():
+    """A trainer that dies as a generator begins: the generator takes the next version, and lives."""
+
+    async def main():
+        policy = ("policy", LoRA(rank=4))
+        async with running(World(policy=policy, may_load=False)) as world:
+            await world.publish(0)
+            await world.publish(0, policy)
+            await asyncio.sleep(0.01)
+            await asyncio.wait_for(world.pool.forget(), 1)
+            world.process().may_load.set()
+            await asyncio.sleep(0.01)
+            await world.publish(1, policy)
+            await asyncio.wait_for(world.pool.wait_served(1), 1)
+            assert world.process().loaded[-1] == ("policy", 1) and world.pool.replicas[0].num_restarts == 0
+
+    run(main)
+
+
+def test_nothing_is_kept_of_requests_that_were_answered():
+    """A run makes millions."""
+
+    async def main():
+        async with running(World()) as world:
+            await world.publish(0)
+            await world.pool.wait_served(0)
+            await asyncio.gather(*(world.pool.sample([i], 1, PARAMS) for i in range(5)))
+            await asyncio.sleep(0.01)
+            assert not world.pool.replicas[0]._sent
 
     run(main)

@@ -501,3 +501,69 @@ def test_the_run_ends_where_only_hosts_that_have_not_joined_are_left():
                 await asyncio.wait_for(world.pool.until_dead(), 1)
 
     asyncio.run(main())
+
+
+def test_who_stops_waiting_ends_the_work_and_the_replica_is_idle():
+    async def main():
+        async with running(World(1)) as world:
+            began, ended = asyncio.Event(), asyncio.Event()
+
+            async def work(process):
+                began.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+
+            (replica,) = world.pool.replicas
+            asked = asyncio.create_task(world.pool.ask(lambda r: r.ask(work)))
+            await asyncio.wait_for(began.wait(), 1)
+            idle = asyncio.create_task(world.changed.wait_for(lambda: replica.load == 0))
+            await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.wait_for(asyncio.gather(ended.wait(), idle), 1)
+            assert asked.cancelled() and len(world.processes) == 1
+
+    asyncio.run(main())
+
+
+def test_what_went_on_beside_the_work_ends_with_its_processes(monkeypatch):
+    ended = []
+
+    async def serve(replica, member):
+        replica._enter(State.SERVING)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(member.number)
+
+    monkeypatch.setattr(Replica, "serve", serve)
+
+    async def main():
+        async with running(World(1)) as world:
+            world.processes[0].dead = True
+            await world.serving(0)
+            await world.serving(1)
+            assert ended == [0] and len(world.processes) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("least", "load", "chosen"), [(0, 8, "r1"), (0, 9, "r0"), (1, 10, "r1"), (1, 11, "r0")]
+)
+def test_one_that_is_preferred_may_have_eight_more_than_twice_the_least(least, load, chosen):
+    async def main():
+        async with running(World(2)) as world:
+            idler, preferred = world.pool.replicas
+            idler.load, preferred.load = least, load
+
+            async def name(replica):
+                return replica.name
+
+            assert await world.pool.ask(name, prefer=preferred) == chosen
+            assert await world.pool.ask(name, lambda replica: replica is idler, preferred) == "r0"
+            preferred.load = 0
+            assert await world.pool.ask(name, prefer=idler) == "r0"
+
+    asyncio.run(main())

@@ -944,6 +944,7 @@ ALGORITHMS = [
 ]
 
 LAYOUTS = [
+    quick("hosts that join nobody", "--joining_hosts 1", "joining_hosts=1 has no effect without --hosts; name those that are there"),
     quick("heads split in two", "--trainer.layout.tensor_parallel 2", "does not divide the model's num_key_value_heads=1; use one of [1]"),
     quick("heads split in three", "--trainer.layout.tensor_parallel 3", "trainer.layout.tensor_parallel=3 does not divide", problems=2),
     quick("the generator's heads", "--generator.tensor_parallel 3", "generator.tensor_parallel=3 does not divide the model's num_attention_heads=2"),
@@ -1005,6 +1006,7 @@ COMMANDS = [
     row("plan for no hosts", "plan quickstart --cluster 00x8xH100-80", "is not understood"),
     row("plan for no GPUs", "plan quickstart --cluster 00xH100-80", "is not understood"),
     row("plan for a million GPUs", "plan quickstart --cluster 9999xH100-80", "has over 8,192 GPUs; write fewer"),
+    row("plan for too many hosts", "plan quickstart --cluster '2000 x 8xH100-80'", "has over 8,192 GPUs; write fewer"),
     row("plan for two clusters", "plan quickstart --cluster cpu --cluster cpu", "--cluster is given 2 times; give it once"),
     row("plan as JSON beside a run", "plan quickstart --json --diff x", "--json has no effect with --diff; leave one of them out"),
     row("plan beside nothing", "plan quickstart --diff nowhere", "no plan.json can be read there"),

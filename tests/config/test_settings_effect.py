@@ -24,7 +24,7 @@ from rl.config import (
     WarmupConfig,
 )
 from rl.config.flags import override, setting_names
-from rl.config.settle import settle
+from rl.config.settle import model_dirs, settle
 from rl.config.validate import validate
 from rl.controller import run as run_module
 from rl.envs.sort_letters import SortLetters
@@ -636,3 +636,20 @@ def test_settings_of_any_loss_can_be_given_on_the_command_line():
         config.loss == GSPO(level="token") and config.advantages == GAE(lam=0.5) and config.critic.lr == 0.1
     )
     assert RewardConfig() == config.reward
+
+
+def test_a_teacher_has_a_directory_of_its_own_and_another_reference_has_the_models(tmp_path):
+    def dirs_of(config, name):
+        return model_dirs(config, settle(config, cluster=AMPLE), tmp_path / name)
+
+    def width(directory):
+        return json.loads((directory / "config.json").read_text())["hidden_size"]
+
+    assert dirs_of(small(), "a").keys() == {"model"}
+    own = small(kl=KL(coef=0.1))
+    dirs = dirs_of(own, "b")
+    assert dirs.keys() == {"model", "reference"} and dirs["reference"] == dirs["model"]
+    taught = replace(own, reference=ReferenceConfig(model=replace(own.model, hidden_size=32)))
+    dirs = dirs_of(taught, "c")
+    assert {name: width(path) for name, path in dirs.items()} == {"model": 64, "reference": 32}
+    assert all(path.is_relative_to(tmp_path / "c") for path in dirs.values())

@@ -482,3 +482,25 @@ def test_a_filter_that_raises_ends_the_run():
                 await buffer.take(0, P)
 
     run_virtually(main())
+
+
+def test_a_checkpoint_has_the_prompts_in_their_order_and_what_may_be_trained_on_again():
+    """Not those whose rewards all failed: who resumes may have mended that."""
+
+    async def main():
+        async def generate(index, version):
+            if index == 1:
+                await asyncio.Event().wait()
+            return group(index, version, "half" if index == 0 else "fail")
+
+        buffer = RolloutBuffer(generate, Pace(3, 5), keep=lambda g: True)
+        async with beside(buffer.follow(lambda: 0, Signal())):
+            await asyncio.sleep(0.01)
+            assert buffer.metrics == {"buffer/running": 1, "buffer/finished": 2}
+            state = buffer.state
+            buffer.close()
+        return state
+
+    state = asyncio.run(main())
+    assert (state.next, state.unfinished) == (3, [0, 1, 2])
+    assert [prompt.index for prompt in state.held] == [0]

@@ -12,7 +12,7 @@ import pytest
 from rl.batching import supervised_sample
 from rl.controller.parity import Parity
 from rl.controller.training_batch import TrainingBatch, TrainingGroup
-from rl.controller.update import denominator, learn, minibatches, stream
+from rl.controller.update import StepFailed, denominator, learn, minibatches, stream
 from rl.controller.updaters import Updater
 from rl.errors import NotFinite, RunError
 from rl.loss.advantages.gae import GAE
@@ -158,3 +158,46 @@ def test_where_the_policy_fails_the_critic_is_waited_for():
     with pytest.raises(RunError, match=f"step {STEP}, update 1 of 2 of the trainer"):
         run(TrainingBatch(GROUPS), updater(policy), updater(critic), minibatches=2, advantages=GAE())
     assert len(critic.stepped) == 2
+
+
+class Failing(Engine):
+    """Its loss is not finite where `fails_on` says so of the first target of each sample."""
+
+    def __init__(self, fails_on):
+        super().__init__()
+        self.fails_on = fails_on
+
+    async def forward_backward(self, batch, loss, adapter=None):
+        if self.fails_on({int(sample.tokens[1]) for sample in batch.samples}):
+            raise NotFinite("the loss is nan", "loss")
+        return await super().forward_backward(batch, loss, adapter)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "samples_per_unit", "fails_on", "blamed"),
+    [
+        (5, 1, lambda targets: 12 in targets, "the sample is s2: look at its reward"),
+        (6, 2, lambda targets: 13 in targets, "the sample is s2 with s3: look at its reward"),
+        (5, 1, lambda targets: True, "every sample that was tried fails alone, s0 among them, so look at"),
+        (5, 1, lambda targets: {10, 14} <= targets,
+         "it takes more than one sample: none of s0 and 4 others fails alone"),
+    ],
+)  # fmt: skip
+def test_what_a_step_failed_of_is_found_without_a_change_of_the_weights(
+    num_samples, samples_per_unit, fails_on, blamed
+):
+    samples = [supervised_sample([1], [10 + i], id=f"s{i}") for i in range(num_samples)]
+    groups = [TrainingGroup(samples, num_samples, num_samples)]
+    batch = TrainingBatch(groups, samples_per_unit=samples_per_unit)
+    engine = Failing(fails_on)
+    with pytest.raises(StepFailed) as error:
+        run(batch, updater(engine))
+    assert asyncio.run(error.value.find_sample()).startswith(blamed)
+    scale = 1 / denominator(batch.groups, config().algorithm)
+    assert all((params.lr, params.grad_scale) == (0.0, scale) for params, _ in engine.stepped)
+    assert set(engine.units) == {samples_per_unit}
+
+
+def test_what_the_critic_learned_is_in_the_metrics():
+    metrics, _ = run(TrainingBatch(GROUPS), updater(Engine()), updater(Engine()), advantages=GAE())
+    assert (metrics["critic/grad_norm"], metrics["critic/loss"]) == (1.0, 0.0)

@@ -60,3 +60,10 @@ def test_a_plan_names_gpus_that_nothing_uses(offline):
     lines = show(recipe, settle(config, cluster=cluster("4xH100-80")))
     (line,) = [line for line in lines if "nothing runs there" in line]
     assert line.startswith("GPU 2, 3:") and "--generator.num_replicas" in line
+
+
+def test_gpus_of_several_hosts_that_nothing_uses_are_named_with_their_host(offline):
+    recipe, config = load_recipe("quickstart")
+    lines = show(recipe, settle(config, cluster=cluster("2 x 2xH100-80")))
+    (line,) = [line for line in lines if "nothing runs there" in line]
+    assert line.startswith("GPU 1:0, 1:1:")

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from rl.controller.rollouts import Rollouts
+from rl.controller.rollouts import Rollouts, check_rewards
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
-from rl.types import Completion, Score, StopReason, VersionRange
+from rl.types import Completion, Group, Score, StopReason, VersionRange
 from tests.envs.test_envs import Spelled
 
 NUM_PROMPTS = 24
@@ -114,3 +114,47 @@ def test_seeds_are_of_32_bits_and_each_prompt_has_its_own():
     asyncio.run(sample())
     seeds = {params.seed for _, params in sampler.asked}
     assert len(sampler.asked) == len(seeds) == 80 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_a_task_that_gives_no_reward_is_recorded_and_ends_the_run():
+    """But for what the policy brings about in a run that has trained."""
+
+    def failed(cause):
+        scores = (Score(0.0, f"{cause} first", cause=cause), Score(0.0, f"{cause} then", cause=cause))
+        return Group(0, (), scores)
+
+    recorded = []
+    with pytest.raises(RunError, match="^all 2 rewards failed, the first: lost first; see logs/reward-0.log"):
+        check_rewards([failed("lost")], has_trained=True, record=recorded.append)
+    assert recorded == [[failed("lost")]]
+    with pytest.raises(RunError, match="^all 2 rewards failed, the first: raised first"):
+        check_rewards([failed("raised")])
+    check_rewards([failed("raised")], has_trained=True, record=recorded.append)
+    check_rewards([failed("lost"), Group(1, (), (Score(1.0),))], record=recorded.append)
+    assert len(recorded) == 1
+
+
+def test_prompts_are_made_one_in_a_turn_of_the_event_loop():
+    """Making one may take a while: generators and agents are answered in between."""
+    turns, made = 0, []
+
+    class Noting(SortLetters):
+        def train_problem(self, seed):
+            made.append(turns)
+            return super().train_problem(seed)
+
+    async def count():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def main():
+        counting = asyncio.create_task(count())
+        rollouts = Rollouts(Noting(num_eval=8), Spelled(), score, 2, 0, max_tokens=99)
+        await rollouts.prepare(range(4))
+        counting.cancel()
+        assert len(kept(rollouts)) == 4
+
+    asyncio.run(main())
+    assert len(set(made)) == 4

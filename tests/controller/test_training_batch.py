@@ -241,8 +241,9 @@ def test_rewards_of_turns_that_the_advantages_do_not_read_end_the_step():
     assert built([Group(0, rollouts, scores)], advantages=ReinforcePP()).groups
 
 
-def test_advantages_of_a_large_batch_are_computed_beside_the_event_loop(monkeypatch):
-    monkeypatch.setattr("rl.controller.training_batch._MANY_ROLLOUTS", 2)
+@pytest.mark.parametrize(("bound", "value"), [("_MANY_ROLLOUTS", 2), ("_MANY_TOKENS", 6)])
+def test_advantages_of_a_large_batch_are_computed_beside_the_event_loop(bound, value, monkeypatch):
+    monkeypatch.setattr(f"rl.controller.training_batch.{bound}", value)
     asked, may_end = threading.Event(), threading.Event()
 
     def slow_estimator(groups):
@@ -259,3 +260,45 @@ def test_advantages_of_a_large_batch_are_computed_beside_the_event_loop(monkeypa
         assert len((await building).groups) == 1
 
     asyncio.run(main())
+
+
+def test_returns_that_are_not_finite_name_their_estimator():
+    class Own:
+        needs_critic = True
+
+        def __call__(self, groups):
+            return [[0.0] * len(members) for members in groups]
+
+        def returns(self, groups):
+            return [[np.full(len(member.rewards), np.inf) for member in members] for members in groups]
+
+    async def values(samples):
+        return [np.zeros(len(sample)) for sample in samples]
+
+    algorithm = replace(quickstart().algorithm, advantages=Own())
+    with pytest.raises(RunError, match="advantages Own returned returns that are not finite"):
+        asyncio.run(build_training_batch([group(0, 1)], algorithm, {"values": values}))
+
+
+def test_the_group_that_is_kept_to_measure_parity_has_a_token(tmp_path):
+    """Before it comes one of agents that never called the policy."""
+    full = group(1, 1)
+    silent = replace(full.rollouts[0], segments=full.rollouts[0].segments[:1], versions=None)
+    samples, _ = learnt_from([Group(0, (silent,) * 2, full.scores), full], tmp_path)
+    assert [sample.num_targets for sample in samples] == [3, 3]
+
+
+def test_where_no_reward_is_read_what_was_sampled_is_learned_from_and_nothing_else():
+    """As of a distillation whose rewards fail."""
+
+    def loss(logprobs, inputs):
+        raise NotImplementedError
+
+    loss.needs_rewards = False
+    failed = Score(0.0, "the server is gone", cause="lost")
+    made = group(failed, failed)
+    silent = replace(made.rollouts[0], segments=made.rollouts[0].segments[:1], versions=None)
+    groups = [replace(made, rollouts=(made.rollouts[0], silent))]
+    algorithm = replace(quickstart().algorithm, loss=loss)
+    (trained,) = asyncio.run(build_training_batch(groups, algorithm, {})).groups
+    assert (trained.num_sequences, trained.num_tokens, len(trained.samples)) == (1, 3, 1)

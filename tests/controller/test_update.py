@@ -475,3 +475,14 @@ def test_a_run_does_not_go_on_with_another_reference_or_without_its_critic(tmp_p
 
     found = resumed(tmp_path, settings(before), settings(after))
     assert len(found) == 1 and words in found[0], found
+
+
+def test_a_streamed_part_that_fails_loses_no_weights(tmp_path):
+    with pytest.raises(RunError, match=r"step 1, groups 0 to 1: .* go on from --resume .*step-0"):
+        run(config(stream_groups=2), tmp_path, fail_on=("loss", 20, 0))
+    assert (tmp_path / "checkpoints" / "step-0" / ".metadata").exists()
+
+
+def test_one_pair_alone_is_divided_by_nothing_and_so_is_none():
+    pairs = config(data="preferences").algorithm
+    assert [denominator([TrainingGroup([], 10, 2)] * number, pairs) for number in (0, 1, 3)] == [1, 1, 3]

@@ -64,6 +64,12 @@ def test_the_coefficient_rises_under_the_target_and_acts_only_there():
     assert again.coef == control.coef == pytest.approx(0.03)
 
 
+def test_a_step_with_just_the_targets_entropy_lowers_the_coefficient():
+    control = EntropyControl(EntropyBonus(coef=0.5, target=0.3, adapt=0.125))
+    control.observe(0.3)
+    assert control.state["coef"] == 0.375 and control.coef == 0.0
+
+
 def test_a_resumed_run_with_another_bonus_begins_its_control_anew():
     before = EntropyControl(EntropyBonus(coef=0.2, target=0.3, adapt=0.01))
     before.observe(0.1)

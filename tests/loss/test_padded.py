@@ -180,6 +180,13 @@ def test_metrics_that_are_sums_become_means_of_a_token_and_others_stay():
     assert done.metrics == {"a": 2.0, "b": 7.0, "c": -7.0, "d": 5.0}
 
 
+@pytest.mark.parametrize("loss_agg", ["token_mean", "seq_mean", "constant"])
+def test_the_mean_of_one_token_is_its_term(loss_agg):
+    logprobs, mask = torch.full((1, 3), -1.0), torch.tensor([[0, 1, 0]])
+    done = padded_loss(Clip(), logprobs, mask, torch.tensor([2.0]), loss_agg=loss_agg, max_new_tokens=1)
+    assert done.loss == -2.0
+
+
 def test_the_entropy_bonus_is_of_the_tokens_that_count():
     (logprobs, _, _), mask = rows(0, [3, 1], 4)
     advantages = torch.zeros(2, dtype=torch.float64)
@@ -221,6 +228,8 @@ def test_what_does_not_fit_is_refused():
         padded_loss(Clip(), logprobs, mask, torch.zeros(2), loss_agg="constant")
     with pytest.raises(RunError, match="the loss reads 'ref_logprobs', which the samples do not carry"):
         padded_loss(Objective(Clip(), kl=KL(coef=0.1)), logprobs, mask, torch.zeros(2))
+    with pytest.raises(RunError, match=r"rewards have the shape \[3\], and mask \[2, 3\]"):
+        padded_advantages(GroupMean(), torch.zeros(3), mask, 2)
     with pytest.raises(RunError, match="2 sequences are no groups of 3"):
         padded_advantages(GroupMean(), torch.zeros(2), mask, 3)
     for reward in (math.nan, math.inf):

@@ -110,3 +110,37 @@ def test_an_adapters_update_that_overflows_leaves_it_as_it_was(adapters, num_ste
         for name in ("mine", "twin"):
             give_gradients(adapters, name, seed)
             adapters.learner(name).step(OptimParams(lr=1e-2))
+
+
+def test_without_undo_no_copy_is_made_and_none_is_promised():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    learner = Learner({"layers.0.weight": parameter})
+    parameter.grad = torch.ones(2, 2)
+    with pytest.raises(NotFinite, match=r"weight_decay=1e\+38; lower the learning rate"):
+        learner.step(OptimParams(lr=1e38, weight_decay=1e38))
+    assert not torch.isfinite(parameter).all()
+
+
+def test_without_a_bound_a_gradient_is_divided_alone():
+    parameter, gradients = nn.Parameter(torch.zeros(1, 2)), []
+    learner = Learner({"layers.0.weight": parameter})
+    parameter.grad = torch.tensor([[600.0, 800.0]])
+    learner._optimizer.step = lambda: gradients.append(parameter.grad.tolist())
+    assert learner.step(OptimParams(lr=0.1, grad_scale=0.5, max_grad_norm=0.0)) == {"grad_norm": 500.0}
+    assert gradients == [[[300.0, 400.0]]]
+
+
+def test_a_reset_forgets_the_moments_and_the_gradient():
+    """Twins, of which one learned something else before."""
+    twins = [nn.Parameter(torch.tensor([[1.0, 2.0]])) for _ in range(2)]
+    reset, other = (Learner({"layers.0.weight": parameter}) for parameter in twins)
+    twins[0].grad = torch.tensor([[5.0, -6.0]])
+    reset.step(OptimParams(lr=0.1))
+    twins[0].data.copy_(twins[1].data)
+    twins[0].grad = torch.tensor([[7.0, 8.0]])
+    reset.reset()
+    assert twins[0].grad is None
+    for learner, parameter in zip((reset, other), twins, strict=True):
+        parameter.grad = torch.tensor([[3.0, 4.0]])
+        learner.step(OptimParams(lr=0.1))
+    assert torch.equal(*twins)

@@ -32,3 +32,16 @@ def test_a_better_run_goes_up(tmp_path):
     rows, columns = rows[at_the_left], columns[at_the_left]
     middle = np.median(columns)
     assert rows[columns > middle].mean() < rows[columns < middle].mean()  # row 0 is at the top
+
+
+def test_the_picture_names_what_it_shows(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    close, figures = pyplot.close, []
+    monkeypatch.setattr(pyplot, "close", lambda *which: (figures.extend(which), close(*which)))
+    draw_curve(tmp_path / "curve.png", "a run", REWARDS, ACCURACIES)
+    (axes,) = figures[-1].axes
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("a run", "step", "reward, accuracy")
+    named = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert named == {"training reward", "held-out accuracy"}
+    assert axes.get_ylim() == (-0.02, 1.02)  # from nothing to all, whatever was measured

@@ -197,3 +197,14 @@ def test_a_group_of_one_has_nothing_to_compare():
     assert math.isnan(alone["group/with_signal"]) and alone["reward/std"] == 0.5
     dropped = group(Score(1.0), Score(0.0, "the judge is down", cause="judge"))
     assert group_metrics([dropped, group(1, 0), group(1, 1)])["group/with_signal"] == 0.5
+
+
+def test_an_update_of_filler_alone_adds_nothing_to_the_means():
+    """It is asked for no loss, and so has no entropy."""
+    update = {
+        "tokens:sum": 4, "computed:sum": 4, "unshared:sum": 4, "cuts:sum": 0, "entropy:sum": 8.0,
+        "loss:sum": 8.0, "denominator": 4.0, "grad_norm": 1.0,
+    }  # fmt: skip
+    filler = update | {"tokens:sum": 0, "loss:sum": 0.0}
+    del filler["entropy:sum"]
+    assert learning_metrics([update, filler], sampled=False)["entropy"] == 2.0

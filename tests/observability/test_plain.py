@@ -58,3 +58,9 @@ def test_what_is_json_stays_as_it_is():
     assert plain(2**20_000) == "<int>" and plain(CIRCLE) == plain(CIRCLE)
     assert plain([np.longdouble(0.5), np.clongdouble(1)]) == ["0.5", "(1+0j)"]
     assert plain({(1, 2): np.float32(0.5), "n": np.arange(2)}) == {"(1, 2)": 0.5, "n": [0, 1]}
+
+
+def test_an_object_that_holds_itself_ends():
+    of_itself: dict = {}
+    of_itself["x"] = of_itself
+    assert '{"x": "..."}' in json.dumps(plain(of_itself))

@@ -4,6 +4,7 @@
 
 import asyncio
 import io
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -111,3 +112,21 @@ def test_a_warm_up_of_short_steps_tells_how_far_it_is(tmp_path):
     assert not [line for line in lines if "waiting" in line]
     steps = [int(line.partition("warm-up ")[2].partition("/")[0]) for line in lines]
     assert steps[0] == 1 and steps[-1] == 60 and max(b - a for a, b in pairwise(steps)) <= 12
+
+
+@pytest.mark.parametrize(("number", "more"), [(4, ""), (6, " and 2 more")])
+def test_of_many_that_are_waited_for_four_are_named(tmp_path, number, more):
+    screen = Screen(is_terminal=False)
+
+    async def main():
+        timeline = Timeline(clock=asyncio.get_running_loop().time)
+        recorder = Recorder(tmp_path, 3, timeline, Sinks({}), out=screen)
+        async with recorder, beside(recorder.break_silence()):
+            with ExitStack() as stack:
+                for i in range(number):
+                    stack.enter_context(timeline.span(f"generator-{i}", "sample"))
+                await asyncio.sleep(15)
+
+    run_virtually(main())
+    named = ", ".join(f"generator-{i} to sample (10 s)" for i in range(4))
+    assert screen.getvalue().splitlines() == [f"10 s: waiting for {named}{more}"]

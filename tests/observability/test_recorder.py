@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import threading
 from contextlib import suppress
@@ -406,3 +407,124 @@ def test_on_a_narrow_terminal_each_line_overwrites_the_one_before(tmp_path, monk
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(out)])
     asyncio.run(main())
     assert out.rows() == ["going on from the beginning", "generator-0 died"]
+
+
+def test_where_nothing_was_evaluated_a_steps_line_says_nothing_of_it(tmp_path):
+    lines, _, _ = shown(tmp_path, lambda recorder: step(recorder, 1, group(1)), Timeline(clock=Clock()))
+    assert lines == ["step 1/9  reward 0.100  gap 0.0e+00  0.00 s/step  ETA 0:00"]
+
+
+def test_a_warm_up_is_tracked_and_a_loss_that_rises_in_it_is_told(tmp_path):
+    keeping, out = Keeping(), io.StringIO()
+    losses = [1.0, 1.0, 1.0, 1.3, 1.6, 1.9, 2.2]
+
+    async def main():
+        sinks = Sinks({"x": lambda: keeping})
+        async with Recorder(tmp_path, 9, Timeline(clock=Clock()), sinks, out=out) as recorder:
+            for number, loss in enumerate(losses, 1):
+                recorder.warmup(number, len(losses), loss)
+
+    asyncio.run(main())
+    assert keeping.seen == [(number, {"warmup/loss": loss}) for number, loss in enumerate(losses, 1)]
+    assert out.getvalue().splitlines() == [
+        "warm-up 1/7  loss 1.000",
+        "warm-up 6: the loss rises: 1.60 over the last 3 steps, after 1.00 at best; lower warmup.lr",
+        "warm-up 7/7  loss 2.200",
+    ]
+
+
+def test_of_quick_steps_each_tenth_has_a_line_and_one_after_ten_silent_seconds(tmp_path):
+    clock = Clock()
+
+    def body(recorder):
+        for number in range(1, 26):
+            clock.now += 11.0 if number == 15 else 0.01
+            step(recorder, number)
+
+    lines, _, _ = shown(tmp_path, body, Timeline(clock=clock), num_steps=25)
+    assert [line.split("/")[0] for line in lines] == [f"step {number}" for number in (1, 10, 15, 20, 25)]
+
+
+def test_what_could_not_be_measured_is_null(tmp_path):
+    def body(recorder):
+        recorder.step(1, {**METRICS, "a": math.nan, "b": math.inf, "c": 2.0}, [])
+
+    _, (record,), _ = shown(tmp_path, body)
+    assert [record[name] for name in "abc"] == [None, None, 2.0]
+
+
+def test_what_was_before_the_steps_or_is_forgotten_is_no_steps_time(tmp_path):
+    clock = Clock()
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(clock=clock), Sinks({}), out=io.StringIO()) as recorder:
+            clock.now = 50.0
+            recorder.begin_steps()
+            clock.now = 52.0
+            step(recorder, 1)
+            clock.now = 82.0  # an engine has died, and started again
+            await recorder.rewind(1)
+            clock.now = 85.0
+            step(recorder, 2)
+
+    asyncio.run(main())
+    assert [line["time/step"] for line in read_records(tmp_path / "metrics.jsonl")] == [2.0, 3.0]
+
+
+def test_rollouts_of_an_evaluation_stay_where_its_metrics_do(tmp_path):
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({}), out=io.StringIO()) as recorder:
+            recorder.evaluation(0, EVALUATION, [group(1)])
+            step(recorder, 1, group(1))
+            recorder.rollouts(1, "eval", [group(0)])  # of one that failed then
+            await recorder.rewind(1)
+
+    asyncio.run(main())
+    lines = [(line["step"], line["split"]) for line in read_records(tmp_path / "rollouts.jsonl")]
+    assert lines == [(0, "eval"), (1, "train")]
+
+
+def test_what_is_flushed_is_on_the_disk(tmp_path, monkeypatch):
+    synced = set()
+
+    def note(number):
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
+
+    monkeypatch.setattr(os, "fsync", note)
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({}), out=io.StringIO()) as recorder:
+            step(recorder, 1, group(1))
+            await recorder.flush()
+            assert {"metrics.jsonl", "rollouts.jsonl"} <= synced
+
+    asyncio.run(main())
+
+
+def test_a_run_that_has_failed_does_not_wait_long_for_its_disk(tmp_path, monkeypatch):
+    gate, out = threading.Event(), io.StringIO()
+    monkeypatch.setattr(files, "_HASTE_SECONDS", 0.02)
+    monkeypatch.setattr(JsonLines, "append", lambda self, line: gate.wait())
+
+    async def main():
+        async with Recorder(tmp_path, 3, Timeline(), Sinks({}), out=out, write_seconds=2.0) as recorder:
+            step(recorder, 1)
+            raise ValueError("of the run")
+
+    with pytest.raises(ValueError, match="of the run"):
+        asyncio.run(main())
+    gate.set()
+    assert f"{tmp_path} has not taken what was written within 0 s" in out.getvalue()
+
+
+def test_rollouts_that_cannot_be_recorded_are_told_and_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(RolloutLog, "write", lambda *_: 1 / 0)
+
+    def body(recorder):
+        for number in (1, 2):
+            step(recorder, number, group(1))
+
+    lines, records, _ = shown(tmp_path, body)
+    why = "train rollouts are not recorded: ZeroDivisionError: division by zero"
+    assert [line for line in lines if "recorded" in line] == [f"step {number}: {why}" for number in (1, 2)]
+    assert [record["step"] for record in records] == [1, 2]

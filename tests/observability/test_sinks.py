@@ -406,3 +406,22 @@ def test_wandb_offline(tmp_path, monkeypatch):
         time.sleep(0.05)
         written = file.read_bytes()
     assert b"reward/mean" in written and b"0.25" in written and b"steps" in written
+
+
+def test_wandb_draws_metrics_by_the_runs_steps(tmp_path, monkeypatch):
+    """Its own are counted by calls, of which an evaluation is one more."""
+    defined = []
+
+    def init(**options):
+        calls = dict.fromkeys(("log", "finish"), lambda *_, **__: None)
+        return SimpleNamespace(id="new", define_metric=lambda *a, **k: defined.append((a, k)), **calls)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **limits: limits))
+    trackers.WandB("p", tmp_path, {})
+    assert defined == [(("*",), {"step_metric": "step"})]
+
+
+@pytest.mark.parametrize(("value", "is_disabled"), [("True", True), ("1", True), ("false", False)])
+def test_wandb_that_is_disabled_needs_no_key(no_wandb, monkeypatch, value, is_disabled):
+    monkeypatch.setenv("WANDB_DISABLED", value)
+    assert has_key() == is_disabled

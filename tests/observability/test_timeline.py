@@ -202,3 +202,57 @@ def test_the_trace_is_json_with_a_row_for_each_call_that_overlaps(tmp_path):
         ("sample", 0.0, 250000.0, 0),
         ("sample", 0.0, 250000.0, 1),
     ]
+
+
+def test_each_call_before_a_pause_keeps_its_own_seconds():
+    """The first began in the middle of the window, the second ended in the pause."""
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    clock.now = 1.0
+    with timeline.span("trainer", "save_checkpoint"):
+        clock.now = 3.0
+    with timeline.span("reward-0", "score"):
+        clock.now = 10.0
+    clock.now = 64.0
+    timeline.skip(4.0)
+    clock.now = 65.0
+    assert timeline.window() == {
+        "time/step": 5.0, "time/checkpoint": 2.0, "time/reward": 1.0, "time/controller": 2.0,
+        "idle/trainer": 3.0, "idle/reward-0": 4.0,
+    }  # fmt: skip
+
+
+def test_the_longest_wait_comes_first_and_is_that_of_its_first_call():
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    with timeline.span("generator-0", "sample"):
+        clock.now = 3.0
+        with timeline.starting("trainer"):
+            clock.now = 5.0
+            with timeline.span("generator-0", "sample"):
+                clock.now = 20.0
+                waits = timeline.waits()
+    assert waits == ["generator-0 to sample (2 calls, 20 s)", "trainer to start (17 s)"]
+
+
+def test_calls_to_an_actor_one_after_the_other_are_in_one_row_under_its_name(tmp_path):
+    clock = Clock()
+    clock.now = 100.0
+    timeline = Timeline(with_trace=True, clock=clock)
+    for lane in ("trainer", "generator-0", "trainer", "trainer"):
+        with timeline.span(lane, "forward"):
+            clock.now += 0.5
+    file = TraceFile(tmp_path)
+    file.write(timeline.trace.take())
+    file.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    lanes = [(e["args"]["name"], e["pid"]) for e in events if e["name"] == "process_name"]
+    assert sorted(name for name, _ in lanes) == ["generator-0", "trainer"]
+    names = {pid: name for name, pid in lanes}
+    calls = [(names[e["pid"]], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert calls == [
+        ("trainer", 0, 0.0, 500000.0),
+        ("generator-0", 0, 500000.0, 500000.0),
+        ("trainer", 0, 1000000.0, 500000.0),
+        ("trainer", 0, 1500000.0, 500000.0),
+    ]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rl.observability.watches import CollapseWatch, LossWatch, SharingWatch
+from rl.observability.watches import CollapseWatch, LossWatch, ParityWatch, SharingWatch
 
 
 def said(entropy, signal, correct, steps=30):
@@ -60,3 +60,12 @@ def test_a_loss_that_goes_up_and_down_from_batch_to_batch_does_not_rise():
         assert not [step for step, loss in enumerate(losses) if watch.observe({"loss": loss})]
         told = [step for step in range(10) if watch.observe({"loss": 1.0 + step})]
         assert told and told[0] <= 4
+
+
+def test_a_gap_over_the_limit_is_lines_as_it_begins():
+    watch = ParityWatch()
+    gap = {"logprob_diff/mean": 0.5}
+    lines = [watch.observe(gap | {"logprob_diff/steps_over_limit": number}) for number in (0, 1, 2, 3, 0, 1)]
+    assert [bool(words) for words in lines] == [False, True, False, False, False, True]
+    assert "by 0.5 nats a token" in lines[1] and "max_logprob_diff" in lines[1]
+    assert watch.observe({"loss": 1.0}) is None  # of demonstrations

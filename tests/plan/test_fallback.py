@@ -6,8 +6,17 @@ import pytest
 
 from configs.gpu import qwen3_1_7b
 from configs.quickstart import quickstart
-from rl.config import GeneratorConfig, RewardConfig, TrainerConfig, WeightSyncConfig
+from rl.config import (
+    CriticConfig,
+    GeneratorConfig,
+    ReferenceConfig,
+    RewardConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
 from rl.config.settle import fallback_of, plan_or_problems
+from rl.loss.advantages.gae import GAE
+from rl.loss.kl import KL
 from rl.models.layout import Layout
 from rl.plan.cluster import USABLE, Cluster, Host
 from rl.plan.show import show
@@ -238,3 +247,65 @@ def test_the_plan_says_what_the_run_cannot_do_without_and_loses_with_a_host(role
     other = "1" if lost == "0" else "0"
     assert told[f"trainer without host {lost}"] == f"1 processes on hosts {other}{words}"
     assert told[f"trainer without host {other}"] == f"1 processes on hosts {lost}"
+
+
+def test_an_evaluation_and_a_replay_start_on_one_host_whatever_min_hosts_is():
+    settings = config(Layout(), (0,), min_hosts=1)
+    assert not isinstance(plan_or_problems(settings, "train", CPUS), Plan)
+    for command in ("eval", "replay"):
+        assert isinstance(plan_or_problems(settings, command, CPUS), Plan)
+
+
+def test_critic_and_reference_have_layouts_of_their_own_without_a_host():
+    settings = replace(
+        config(Layout(shard=4), min_hosts=1),
+        advantages=GAE(),
+        critic=CriticConfig(layout=Layout(shard=2), hosts=(0, 1)),
+        kl=KL(coef=0.1),
+        reference=ReferenceConfig(layout=Layout(replicate=2), hosts=(0, 1)),
+    )
+    engines = fallback_of(settings, planned(settings))((1,))
+    assert not isinstance(engines, str), engines
+    assert [(e.role, e.spec.config.layout, [p.host for p in e.processes]) for e in engines] == [
+        ("trainer", Layout(shard=2), [0, 0]),
+        ("critic", Layout(), [0]),
+        ("reference", Layout(), [0]),
+    ]
+
+
+def test_as_many_spare_hosts_are_taken_as_were_lost():
+    two = config(spare_hosts=(2, 3))
+    assert planned(two).spare_hosts == (2, 3) and planned(config()).spare_hosts == ()
+    assert after(two, 3) == (Layout(shard=2), [0, 1])  # the generator's
+    assert after(two, 1) == (Layout(shard=2), [0, 2])
+    assert after(two, 0, 1) == (Layout(shard=2), [2, 3])
+    # Without min_hosts one spare host is for one loss.
+    assert after(config(Layout(shard=3), (0, 1, 2), spare_hosts=(3,)), 1) == (Layout(shard=3), [0, 2, 3])
+
+
+def test_a_spare_host_is_there_when_the_run_starts():
+    text = "trainer.spare_hosts names host 4, which is not there; name one of --hosts"
+    assert plan_or_problems(config(spare_hosts=(4,)), "train", CPUS) == [text]
+    joining = replace(config(spare_hosts=(4,), generators=(3, 4)), joining_hosts=1)
+    joining = replace(joining, generator=replace(joining.generator, num_replicas=2))
+    assert plan_or_problems(joining, "train", CPUS) == [text]
+
+
+def test_engines_that_lost_a_host_take_no_gpu_of_those_who_stay():
+    """The generators might have others, had they been dealt out without it."""
+
+    def devices(replicas):
+        return {(p.host, gpu) for r in replicas for p in r.processes for gpu in p.gpus}
+
+    settings = replace(
+        quickstart(),
+        trainer=TrainerConfig(layout=Layout(shard=2), hosts=(0, 1)),
+        generator=GeneratorConfig(num_replicas=2, tensor_parallel=2, kv_cache_gib=1.0),
+        advantages=GAE(),
+        critic=CriticConfig(layout=Layout(shard=2), hosts=(0, 1)),
+    )
+    plan = planned(settings, cluster("2 x 4xH100-80"))
+    goes_on = replace(settings, trainer=replace(settings.trainer, min_hosts=1))
+    for lost in (0, 1):
+        engines = fallback_of(goes_on, plan)((lost,))
+        assert isinstance(engines, str) or not devices(engines) & devices(plan.of("generator"))

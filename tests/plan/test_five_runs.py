@@ -200,3 +200,55 @@ def test_a_plan_is_whole(name):
         assert all(process.threads > 0 for process in replica.processes)
     lines = show(name, plan)
     assert all(any(line.setting in shown for shown in lines) for line in plan.settled)
+
+
+def test_the_table_has_the_parts_of_each_role_at_its_peak():
+    plan = by_turns()
+    *table, end = show("by turns", plan)[2:6]
+    assert len({len(line) for line in table}) == 1 and end == ""
+    names = [
+        "weights", "gradients", "optimizer", "gathered", "activations", "head", "loading", "cache", "overhead"
+    ]  # fmt: skip
+    assert table[0].split() == ["role", "processes", "on", *names, "total"]
+    for line, role, phase in zip(table[1:], ("trainer", "generator"), ("train", "generate"), strict=True):
+        memory = plan.of(role)[0].processes[0].memory[phase]
+        figures = [f"{memory.parts[name] / GIB:.2f}" for name in names if name in memory.parts]
+        assert line.split() == [role, "1", "0", *figures, f"{memory.total / GIB:.2f}"]
+    assert table[1].split()[3:6] == ["2.22", "2.22", "4.44"]  # 596,049,920 parameters, and two moments
+
+
+def test_the_line_of_a_gpu_names_its_ranks_and_what_of_it_is_the_cache():
+    plan = two_hosts()
+    lines = [line for line in show("two hosts", plan) if line.startswith("GPU ")]
+    assert [line.partition(": ")[0] for line in lines] == [f"GPU {h}:{g}" for h in (0, 1) for g in range(8)]
+    assert lines[3].endswith(" of 72.5 GiB (trainer rank 3)")
+    rest = f"of it {cache(plan).expected_gib:.1f} for the cache: what vLLM finds free"
+    assert lines[10] == f"GPU 1:2: 72.5 of 72.5 GiB (generator-2); {rest}"
+
+
+def test_the_line_of_a_host_has_the_sum_of_its_processes():
+    plan = small()
+    needed = gib(plan, "trainer") + gib(plan, "generator-0")
+    assert f"host: {needed:.1f} of 20.0 GiB free" in show("quickstart", plan)
+
+
+def test_questions_to_a_judge_are_no_weights():
+    (line,) = [line for line in show("ppo", ppo_with_a_judge()) if line.startswith("weight sync")]
+    assert line == "weight sync: 3.20 GiB a version, through /dev/shm, which holds three at most"
+
+
+def test_on_a_cpu_a_switch_takes_as_long_as_a_file():
+    config = dataclasses.replace(qwen3_0_6b(), placement="by_turns", generator=GeneratorConfig())
+    plan = settle(config, cluster=Cluster((Host(64, 1000.0),)))
+    (line,) = [line for line in show("by turns", plan) if line.startswith("a switch: ")]
+    assert line == (
+        "a switch: at most 6.7 GiB of engines leave a device in about 22.2 s, and come back in about 7.4 s, "
+        "as fast as was measured (docs/turns.md)"
+    )
+
+
+def test_the_peak_of_a_process_is_in_its_own_phase_and_of_a_worker_nothing_is_known():
+    trainer, generator, worker = (replica.processes[0] for replica in by_turns().replicas)
+    assert trainer.peak == trainer.memory["train"].total > trainer.memory["generate"].total
+    assert generator.peak == generator.memory["generate"].total > generator.memory["train"].total
+    assert worker.peak == 0

@@ -9,7 +9,7 @@ from rl.config import CriticConfig, GeneratorConfig, RewardConfig, TrainerConfig
 from rl.config.settle import plan_or_problems
 from rl.loss.advantages.gae import GAE
 from rl.models.layout import Layout
-from rl.plan.cluster import Cluster, Host
+from rl.plan.cluster import GPU, Cluster, Host
 from rl.plan.show import show
 from rl.plan.types import Plan
 from tests.plans import cluster
@@ -242,3 +242,30 @@ def test_a_plan_over_hosts_is_shown_by_host():
 def test_hosts_of_several_kinds_are_named_with_their_number():
     mixed = Cluster((Host(4, 8.0), Host(8, 16.0), Host(8, 16.0)))
     assert str(mixed) == "3 hosts: 1 with 4 cores with 8 GiB free, 2 with 8 cores with 16 GiB free"
+
+
+def test_a_host_that_may_join_is_taken_to_be_as_the_last_with_its_own_names():
+    def gpus(*names):
+        return tuple(GPU("H100", 78.8, (9, 0), name) for name in names)
+
+    of_both = {"gb_per_s": 2.0, "shared_gib": 64.0, "bfloat16": True}
+    last = Host(16, 128.0, gpus("GPU-a", "GPU-b"), address="10.0.0.1:7000", machine="m", **of_both)
+    joins = Host(16, 128.0, gpus("0", "1"), may_join=True, **of_both)
+    hosts = Cluster((CPUS.hosts[0], last)).with_joining(2)
+    assert hosts.hosts == (CPUS.hosts[0], last, joins, joins)
+    assert str(hosts) == (
+        "4 hosts: 1 with 8 cores with 64 GiB free, 1 with 2 x H100 of 78.8 GiB, "
+        "2 with 2 x H100 of 78.8 GiB that may join"
+    )
+
+
+def test_a_generators_ranks_are_on_a_host_that_has_so_many_gpus():
+    uneven = Cluster((cluster("2xH100-80").hosts[0], GPUS.hosts[1]))
+    placed = places(config(tensor_parallel=4), uneven)
+    assert placed["trainer"] == [(0, 0)] and placed["generator"] == [(1, gpu) for gpu in range(4)]
+
+
+def test_a_plan_over_hosts_says_on_which_each_replica_is():
+    two, one = (plan_or_problems(config(replicas=2), "train", Cluster(CPUS.hosts[:n])) for n in (2, 1))
+    assert two.hosts == {"trainer": {0}, "generator-0": {1}, "generator-1": {1}, "reward-0": {1}}
+    assert one.hosts == {}

@@ -2,6 +2,7 @@
 
 # holds: exact
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -144,3 +145,27 @@ def test_where_none_is_enough(command, gpus, cache, words):
 
 def test_a_server_has_its_own_remedy_alone():
     assert told(replace(DEMAND, command="serve"), "8xH100-80") == []
+
+
+def test_each_remedy_changes_what_it_says_and_nothing_else():
+    def settings(demand):
+        trainer, generator = demand.trainer, demand.generator
+        return {
+            "placement": demand.sharing,
+            "max_seq_len": f"{demand.max_seq_len}",
+            "generator.kv_cache_gib": f"{generator.kv_cache_gib:g}",
+            "generator.tensor_parallel": f"{generator.tensor_parallel}",
+            "trainer.activation_checkpointing": trainer.activation_checkpointing,
+            "trainer.micro_batch_tokens": f"{trainer.micro_batch_tokens}",
+            "trainer.layout.shard": f"{trainer.layout.shard}",
+            "trainer.lora.rank": f"{trainer.lora.rank}",
+        }
+
+    demand = replace(DEMAND, generator=GeneratorConfig(kv_cache_gib=1.0), sharing="side_by_side")
+    seen = set()
+    for words, changed in changes(demand, cluster("4xH100-80")):
+        flags = dict(re.findall(r"--(\S+) ([\w.]+)", words))
+        assert settings(changed) == settings(demand) | flags, words
+        assert changed.reference is None and not changed.reference_is_adapter
+        seen |= flags.keys()
+    assert seen == settings(demand).keys()

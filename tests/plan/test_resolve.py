@@ -873,3 +873,81 @@ def test_an_adapter_as_a_remedy_takes_the_reference_into_the_trainer(model):
     assert remedies(reference=ReferenceConfig(model=model("qwen3-1.7b"))) == [(Layout(), False)] * 2
     for own in (ReferenceConfig(layout=Layout(shard=2)), ReferenceConfig(hosts=(0,))):
         assert remedies(reference=own) == []
+
+
+def test_a_command_reads_no_model_that_it_does_not_start():
+    hosts, nowhere = Cluster((Host(16, 128.0),)), ModelDir("nowhere")
+    taught = replace(quickstart(), kl=KL(coef=0.1), reference=ReferenceConfig(model=nowhere))
+    judged = replace(quickstart(), judge=JudgeConfig(model=nowhere))
+    for config, command in ((taught, "eval"), (taught, "replay"), (judged, "replay")):
+        assert not {"reference", "judge"} & settle(config, command, hosts).roles.keys()
+        with pytest.raises(ConfigError, match="nowhere has no config.json"):
+            settle(config, cluster=hosts)
+
+
+def test_of_a_model_of_unknown_sizes_the_cache_is_what_is_asked_for_or_what_is_free(model):
+    """On a CPU it may be all of the host's memory; on a GPU the host's is no matter."""
+    on_cpu = Cluster((Host(16, 128.0),))
+    on_gpus = Cluster((Host(16, 64.0, cluster("2xH200-141").gpus),))
+    for hosts, gib in ((on_cpu, 128.0), (on_gpus, 100.0)):
+        asked = unknown(model, generator=GeneratorConfig(kv_cache_gib=gib))
+        made = settle(asked, cluster=hosts)
+        assert made.of("generator")[0].spec.config.kv_cache_gib == gib
+        rows = [(row.value, row.why) for row in made.settled if row.setting == "generator.kv_cache_gib"]
+        assert rows == [(f"{gib:g}", "asked for")]
+        assert not settle(asked, "replay", hosts).of("generator")
+    made = settle(unknown(model), cluster=on_gpus)
+    assert isinstance(made.of("generator")[0].spec.config.kv_cache_gib, Fill)
+    assert settled(made)["generator.kv_cache_gib"] == "what is free"
+    assert not any("weight sync" in line for line in show("unknown", made))
+
+
+def test_a_generator_of_unknown_heads_may_be_split(model):
+    split = unknown(model, generator=GeneratorConfig(tensor_parallel=2))
+    (generator,) = settle(split, cluster=cluster("3xH100-80")).of("generator")
+    assert [process.gpus for process in generator.processes] == [(1,), (2,)]
+
+
+def test_each_kind_of_gpu_has_the_compute_capability_that_nvidia_gives():
+    """https://developer.nvidia.com/cuda-gpus. Without a number it is one."""
+    published = {
+        "7.5": ["T4"], "8.0": ["A100"], "8.6": ["A10", "A6000"], "8.9": ["L4", "L40S", "RTX4090"],
+        "9.0": ["H100", "H200"], "10.0": ["B200"], "12.0": ["RTX5090"],
+    }  # fmt: skip
+    for capability, kinds in published.items():
+        for kind in kinds:
+            (gpu,) = cluster(f"{kind}-24").gpus
+            assert ".".join(map(str, gpu.capability)) == capability, kind
+
+
+@pytest.mark.parametrize(("width", "count"), [(255, 0), (256, 1)])
+def test_from_256_on_a_model_is_wide(width, count):
+    """As docs/gpu.md has it."""
+    made = replace(quickstart().model, hidden_size=width)
+    lines = problems(replace(quickstart(), dtype="bfloat16", model=made), cpus(False))
+    assert [line.startswith("dtype=bfloat16 takes many times as long") for line in lines] == [True] * count
+
+
+def test_of_two_kinds_of_gpus_the_older_decides(model):
+    def mixed(*kinds):
+        return Cluster((Host(32, 256.0, tuple(gpu for kind in kinds for gpu in cluster(kind).gpus)),))
+
+    def config(dtype, **trainer):
+        return qwen(
+            model, dtype=dtype, trainer=TrainerConfig(micro_batch_tokens=256, **trainer), max_seq_len=256
+        )
+
+    assert settled(settle(config("fastest"), cluster=mixed("1xH100-80", "1xT4-80")))["dtype"] == "float32"
+    (line,) = problems(config("bfloat16"), mixed("1xH100-80", "1xT4-80"))
+    assert "compute capability 8.0 or more (this is a T4, 7.5)" in line
+    (line,) = problems(config("auto", float8=True, compile=True), mixed("1xH100-80", "1xA100-80"))
+    assert "compute capability 8.9 or more (this is a A100, 8.0)" in line
+
+
+def test_generators_on_gpus_of_two_sizes_have_the_cache_that_fits_the_smaller(model):
+    hosts = Cluster((cluster("2xH100-80").hosts[0], cluster("1xH200-141").hosts[0]))
+    made = settle(qwen(model, generator=GeneratorConfig(num_replicas=2)), cluster=hosts)
+    generators = [replica.processes[0] for replica in made.of("generator")]
+    assert [(process.host, process.gpus) for process in generators] == [(0, (1,)), (1, (0,))]
+    room = cluster("1xH100-80").gpus[0].gib * USABLE
+    assert [process.peak / GIB for process in generators] == [pytest.approx(room)] * 2

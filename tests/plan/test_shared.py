@@ -46,6 +46,7 @@ def config(shard=1, trainer=(), generator=(), rank=0, transport="shared_memory",
 APART = {"shard": 2, "trainer": (0, 1), "generator": (1,)}
 CASES = {
     "one that is read and one that is written": (config(), {0: 2 * VERSION}),
+    "groups are learned from meanwhile, one by one": (config(stream_groups=1), {0: 3 * VERSION}),
     "generators work meanwhile": (config(max_offpolicy_steps=1), {0: 3 * VERSION}),
     "an adapter, and the model once": (config(rank=8), {0: VERSION + 2 * ADAPTER}),
     "a trainer's rank, and a generator": (config(**APART), {0: VERSION, 1: 2 * VERSION}),

@@ -3,13 +3,15 @@
 # holds: exact
 
 import asyncio
+import json
 import shutil
 
 import pytest
 
 from rl.tinker.database import checkpoints
+from rl.tinker.limits import Limits
 from tests.tinker.fakes import FakeBackend
-from tests.tinker.lives import ME, answered, living, make_model, save, train, value_of
+from tests.tinker.lives import ADAM, ME, answered, living, make_model, save, train, value_of
 from tests.tinker.test_protocol import request_body
 
 OTHER = "other"
@@ -134,5 +136,44 @@ def test_a_published_checkpoint_that_is_private_again_is_loaded_by_no_other_tena
             request = service.load_weights(ME, mine, 2, path, True)
             service.checkpoints.change(row, public=False)
             await answered(service, request, state="refused")
+
+    asyncio.run(main())
+
+
+def test_a_step_right_after_a_load_changes_nothing(tmp_path):
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            await save(service, "save_weights", model, 1, path="a")
+            await answered(service, service.load_weights(ME, model, 2, f"tinker://{model}/weights/a", True))
+            row = await answered(service, service.optim_step(ME, model, 3, ADAM))
+            assert json.loads(row.result) == {"metrics": {"grad_norm:mean": 0.0}}
+            assert service.backend.models[model]["steps"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_models_optimizer_goes_on_after_a_restart(tmp_path):
+    class Exact(FakeBackend):
+        """Saves the optimizer's steps where it is told to."""
+
+        async def save(self, model, directory, optimizer):
+            await super().save(model, directory, optimizer)
+            if not optimizer:
+                state = self.models[model] | {"steps": 0}
+                (directory / "adapter_config.json").write_text(json.dumps(state))
+
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root, Limits(snapshot_every=1), Exact()) as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            await train(service, model, 1)
+            await train(service, model, 3)
+            await save(service, "save_weights", model, 5, path="a")  # its turn is after the snapshot
+        async with living(root, backend=Exact()) as service:
+            await train(service, model, 6)
+            assert service.backend.models[model]["steps"] == 3
+            assert [verb for verb, _ in service.backend.log] == ["load", "forward_backward", "optim_step"]
 
     asyncio.run(main())

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from rl.loss.base import TokenInputs
 from rl.loss.clip import Clip
 from rl.loss.dro import DRO
 from rl.tinker.actors_backend import ActorsBackend
@@ -236,3 +238,23 @@ def test_each_column_of_targets_becomes_a_sample_with_its_own_inputs():
 def test_weights_are_those_of_the_datum():
     (sample,) = to_samples([plain(weights=[0.5, 2.0])], "cross_entropy")
     assert sample.weights.tolist() == [0, 0.5, 2.0] and sample.generator_logprobs.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_a_token_may_have_thresholds_of_0_and_1(loss):
+    check([policy_datum(clip_low_threshold=[0.0, 1.0], clip_high_threshold=[1.0, 1.0])], loss, 64, 128)
+    with pytest.raises(UserError, match="clip_low_threshold has 1.5"):
+        check([policy_datum(clip_low_threshold=[0.0, 1.5])], loss, 64, 128)
+
+
+def test_gspos_gradient_is_of_each_token():
+    """Of tokens with other advantages, each has its own; the sequence's ratio would give both the mean."""
+    logprobs, ones = torch.zeros(2, requires_grad=True), torch.ones(2)
+    inputs = TokenInputs(torch.zeros(2), torch.tensor([1.0, 3.0]), ones, torch.zeros(2, dtype=torch.int64))
+    make_loss("gspo", {})(logprobs, inputs).loss.backward()
+    assert logprobs.grad.tolist() == [-1.0, -3.0]
+
+
+def test_a_datum_of_one_token_has_its_logprob():
+    (only,) = to_logprobs([plain(1)], [np.array([0.0, -3.0])])
+    assert only.tolist() == [-3.0]

@@ -11,6 +11,9 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from tests.tinker import lives
+from tests.tinker.test_protocol import request_body
+
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.errors import ConfigError  # noqa: E402
@@ -342,3 +345,67 @@ def test_a_database_that_is_there_and_does_not_answer_holds_the_server_up_once(
 
         rows = asyncio.run(insist(lambda: database.find(sessions)))
         assert [row.id for row in rows] == ["a"]  # who is answered 503 looks before it asks again
+
+
+class NoResults(Database):
+    """Takes no result, so many times; all else."""
+
+    refusals = 0.0
+
+    def update(self, table, *where, **values):
+        if self.refusals and "result" in values:
+            self.refusals -= 1
+            raise Unavailable("database or disk is full")
+        super().update(table, *where, **values)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_no_snapshot_is_named_before_the_results_of_its_requests_are_kept(tmp_path, no_rest, is_killed):
+    """Else a restart would do the step once more, on what it has made."""
+    root = tmp_path / "server"
+
+    async def main():
+        root.mkdir()
+        database = NoResults(url_of(root))
+        async with living(root, Limits(snapshot_every=1), database=database) as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            body = request_body(model, 1)
+            await answered(service, service.submit(ME, "forward_backward", model, 1, body))
+            database.refusals = float("inf")
+            step = service.optim_step(ME, model, 2, lives.ADAM)
+            later = service.submit(ME, "forward", model, 3, request_body(model, 3))
+            await asyncio.sleep(0.1)
+            assert service.backend.log[-1] == ("optim_step", model)
+            assert database.get(models, model).snapshot is None
+            if not is_killed:
+                database.refusals = 0.0
+                await answered(service, later)
+                assert database.get(models, model).snapshot
+        async with living(root) as service:
+            await answered(service, step)
+            assert await value_of(service, model, 9) == pytest.approx(0.3)
+
+    asyncio.run(main())
+
+
+def test_the_server_works_on_while_a_result_waits_to_be_written(tmp_path, no_rest):
+    root, turns = tmp_path / "server", 0
+
+    async def work():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def main():
+        root.mkdir()
+        database = NoResults(url_of(root))
+        async with living(root, database=database) as service:
+            sampler = service.create_sampler(ME, service.create_session(ME, None, None), 0, NAME, None)
+            working = asyncio.create_task(work())
+            database.refusals = 200
+            await answered(service, service.sample(ME, sampler, 1, SAMPLE))
+            working.cancel()
+            assert database.refusals == 0 and turns >= 200
+
+    asyncio.run(main())

@@ -50,7 +50,7 @@ def seeded(url, count):
     return [sdk.create_lora_training_client(base_model=NAME, rank=8, seed=i).result() for i in range(count)]
 
 
-@pytest.mark.parametrize("lose_at", [3, 7, 12, 20])
+@pytest.mark.parametrize("lose_at", [3, 7, 12, 13, 20])
 def test_where_the_engine_dies_every_model_is_what_it_was(tmp_path, lose_at):
     backend = FakeBackend()
     backend.lose_at = lose_at

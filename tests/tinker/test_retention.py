@@ -12,6 +12,10 @@ import httpx
 import pytest
 from sqlalchemy import event
 
+from tests.tinker.test_protocol import request_body
+from tests.tinker.test_quotas import SAMPLE
+from tests.tinker.test_tenants import FAILS, Mortal, submit
+
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.tinker.app import make_app
@@ -461,5 +465,64 @@ def test_a_page_of_training_runs_takes_as_many_statements_as_one(tmp_path):
                 answer = await http.get(f"/{path}", params={"limit": MOST_LISTED + 1, "offset": -3})
                 cursor = answer.json()["cursor"]
                 assert (cursor["limit"], cursor["offset"]) == (MOST_LISTED, 0)
+
+    asyncio.run(main())
+
+
+def test_what_a_model_is_restored_from_outlasts_the_results_and_the_rest_goes(tmp_path):
+    """A failure stays without its body: it has dropped the gradient of what came before it."""
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root, Limits(keep_seconds=AT_ONCE), Mortal()) as service:
+            session = service.create_session(ME, None, None)
+            sampler = service.create_sampler(ME, session, 0, NAME, None)
+            model = await make_model(service, session)
+            await answered(service, service.sample(ME, sampler, 1, SAMPLE))
+            await answered(service, submit(service, model, 1))
+            await answered(service, submit(service, model, 2, 13), state="refused")
+            await answered(service, submit(service, model, 3, FAILS), state="failed")
+            await service.retention.sweep()
+            left = {row.id: bytes(row.body) for row in service.database.find(requests)}
+            assert left == {f"{model}:1": request_body(model, 1), f"{model}:3": b""}
+        async with living(root) as service:
+            await train(service, model, 4)
+            assert await value_of(service, model, 6) == pytest.approx(0.3)
+
+    asyncio.run(main())
+
+
+def test_each_snapshot_takes_the_place_of_the_one_before(tmp_path):
+    """After every second step: neither older files are left nor what they were followed by."""
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root, Limits(snapshot_every=2)) as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            for seq_id in (1, 3, 5, 7, 9):
+                await train(service, model, seq_id)
+            body = request_body(model, 20)
+            await answered(service, service.submit(ME, "forward", model, 20, body))
+            assert [verb for verb, _ in service.backend.log].count("save") == 2
+            row = service.database.get(models, model)
+            (there,) = (root / "models").glob("*/*")
+            assert there == root / row.snapshot and row.snapshot_bytes == size_of(there)
+            with_body = requests.c.target == model, requests.c.body.is_not(None)
+            kept = service.database.find(requests, *with_body, order=requests.c.number)
+            assert [row.id for row in kept] == [f"{model}:9", f"{model}:10"]
+
+    asyncio.run(main())
+
+
+def test_an_end_in_good_order_writes_nothing_of_requests_that_have_ended(tmp_path):
+    async def main():
+        async with living(tmp_path / "server") as service:
+            session = service.create_session(ME, None, None)
+            sampler = service.create_sampler(ME, session, 0, NAME, None)
+            await train(service, await make_model(service, session), 1)
+            await answered(service, service.sample(ME, sampler, 1, SAMPLE))
+            statements = Statements(service.database)
+            service.queue.stop()
+            assert statements.count == 0
 
     asyncio.run(main())

@@ -3,11 +3,19 @@
 # holds: exact, the fake backend counts in float64
 
 import asyncio
+import gc
 import json
 import random
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from tinker.proto.response_conv import deserialize_sample_response
+
+from rl.tinker.backend import UserError
+from rl.tinker.sampling_queue import Load
+from tests.tinker.lives import save
 
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
@@ -258,6 +266,7 @@ def test_a_tenant_that_keeps_killing_engines_has_to_wait_and_others_do_not(tmp_p
             row = await answered(service, submit(service, mine, 30), state="refused")
             assert "ended an engine of this server 4 times" in message_of(row)
             await train(service, other, 1, OTHER)
+            assert await value_of(service, mine, 40) == 0.0  # what was learned can be saved
 
     asyncio.run(main())
 
@@ -599,5 +608,392 @@ def test_a_request_that_a_new_start_cannot_serve_fails_with_the_reason(tmp_path)
             assert "a prompt of 20 tokens; it has to have 1 to 7" in message_of(row)
             await answered(service, short)
             assert service.queue.waiting() == {}
+
+    asyncio.run(main())
+
+
+def test_a_poll_waits_for_the_first_end_and_no_longer(tmp_path):
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", backend=backend) as service:
+            sampler = await sampler_of(service)
+            ids = {service.sample(ME, sampler, i, asked(1)) for i in (1, 2)}
+            poll = asyncio.create_task(service.queue.ended_after(sampler, 0, 30.0))
+            await asyncio.sleep(0.05)
+            assert not poll.done()
+            backend.gate.set()
+            assert {row.id for _, row in await poll} <= ids and poll.result()
+            for id in ids:
+                await answered(service, id)
+            at_once = await asyncio.wait_for(service.queue.ended_after(sampler, 0, 30.0), 10)
+            assert {row.id for _, row in at_once} == ids
+
+    asyncio.run(main())
+
+
+def test_the_last_failures_are_the_newest_of_those_that_failed_and_of_those_that_were_refused(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", backend=Mortal()) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            for seq_id in range(1, 5):
+                token, state = ((13, "refused"), (FAILS, "failed"))[seq_id % 2]
+                await answered(service, submit(service, mine, seq_id, token), state=state)
+            newest = [f"{mine}:{seq_id}" for seq_id in (4, 3, 2, 1)]
+            assert [row.id for row in service.queue.last_failed(ME, 10)] == newest
+            assert [row.id for row in service.queue.last_failed(ME, 3)] == newest[:3]
+            assert service.queue.last_failed(OTHER, 10) == []
+
+    asyncio.run(main())
+
+
+def test_what_ends_after_a_restart_comes_behind_all_that_ended_before_it(tmp_path, monkeypatch):
+    """Also where the clock was set back, and whatever became of the last one."""
+
+    async def main():
+        async with living(tmp_path / "a", backend=Mortal()) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            for seq_id, (token, state) in enumerate(((FAILS, "failed"), (13, "refused"), (1, "done")), 1):
+                await answered(service, submit(service, mine, seq_id, token), state=state)
+            cursor, last = (await service.queue.ended_after(mine, 0, 0))[-1]
+            assert last.id == f"{mine}:3"
+        monkeypatch.setattr("rl.tinker.requests.now", lambda: 1000.0)
+        async with living(tmp_path / "a") as service:
+            id = submit(service, mine, 4)
+            await answered(service, id)
+            assert [row.id for _, row in await service.queue.ended_after(mine, cursor, 0)] == [id]
+
+    asyncio.run(main())
+
+
+class Forgetful(FakeBackend):
+    """What it refuses costs the gradient, as in engines."""
+
+    async def forward_backward(self, model, *rest):
+        try:
+            return await super().forward_backward(model, *rest)
+        except UserError:
+            self.models[model]["gradient"] = 0.0
+            raise
+
+
+def test_a_request_that_is_refused_costs_the_model_no_gradient(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", backend=Forgetful()) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            await answered(service, submit(service, mine, 1))
+            await answered(service, submit(service, mine, 2, 13), state="refused")
+            await answered(service, service.optim_step(ME, mine, 3, ADAM))
+            assert await value_of(service, mine, 4) == pytest.approx(0.3)
+
+    asyncio.run(main())
+
+
+def test_an_error_that_nobody_foresaw_ends_its_request_and_leaves_the_model_as_it_was(tmp_path):
+    class Broken(FakeBackend):
+        is_broken = False
+
+        async def optim_step(self, model, params):
+            if self.is_broken:
+                self.models[model]["value"] += 100
+                raise ValueError("in the middle")
+            return await super().optim_step(model, params)
+
+    async def main():
+        async with living(tmp_path / "a", backend=Broken()) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            await train(service, mine, 1)
+            await answered(service, submit(service, mine, 3))
+            service.backend.is_broken = True
+            row = await answered(service, service.optim_step(ME, mine, 4, ADAM), state="failed")
+            assert json.loads(row.result) == {
+                "error": "optim_step failed: ValueError('in the middle')", "category": "server"
+            }  # fmt: skip
+            service.backend.is_broken = False
+            await train(service, mine, 5)
+            assert await value_of(service, mine, 7) == pytest.approx(0.6)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_as_a_model_leaves_it_brings_the_others_back(tmp_path):
+    async def main():
+        backend = Mortal()
+        async with living(tmp_path / "a", backend=backend) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            await train(service, mine, 1)
+            await train(service, other, 1, OTHER)
+            backend.lose_at = len(backend.log) + 1
+            await answered(service, submit(service, mine, 3, BREAKS), state="failed")
+            assert backend.log[-1] == ("remove", mine) and not backend.models
+            await train(service, other, 3, OTHER)
+            await train(service, mine, 5)
+            assert await value_of(service, other, 5, OTHER) == pytest.approx(0.6)
+            assert await value_of(service, mine, 7) == pytest.approx(0.6)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lose_at", [1, 2, 3])
+def test_an_engine_that_dies_while_it_restores_a_model_restores_it_once_more(tmp_path, lose_at):
+    """As it makes it, and in each of the two requests that are done again."""
+
+    async def main():
+        async with living(tmp_path / "a") as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            await train(service, mine, 1)
+        backend = FakeBackend()
+        backend.lose_at = lose_at
+        async with living(tmp_path / "a", backend=backend) as service:
+            await train(service, mine, 3)
+            assert await value_of(service, mine, 5) == pytest.approx(0.6)
+
+    asyncio.run(main())
+
+
+def num_tasks():
+    gc.collect()
+    return sum(type(thing) is asyncio.Task for thing in gc.get_objects())
+
+
+def test_no_task_is_left_of_a_sample_that_has_been_answered(tmp_path):
+    async def main():
+        async with living(tmp_path / "a") as service:
+            sampler, counts = await sampler_of(service), []
+            for seq_id in range(1, 6):
+                await answered(service, service.sample(ME, sampler, seq_id, asked(1)))
+                await asyncio.sleep(0.01)
+                counts.append(num_tasks())
+            assert counts[2:] == [counts[1]] * 3
+
+    asyncio.run(main())
+
+
+def test_a_large_request_beside_another_tenants_runs_in_small_parts(tmp_path):
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", backend=backend) as service:
+            service.sample(OTHER, await sampler_of(service, OTHER), 1, asked(1, token=2))
+            large = service.sample(ME, await sampler_of(service), 1, asked(256))
+            await asyncio.sleep(0.05)
+            assert backend.running == {1: 8, 2: 1}
+            backend.gate.set()
+            await answered(service, large)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "inflight"])
+def test_weights_that_go_before_a_sample_has_read_them(tmp_path, kind):
+    """It is refused; where others took their place, in flight, it is drawn with those."""
+
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", backend=backend) as service:
+            session = service.create_session(ME, None, None)
+            model = await make_model(service, session)
+
+            async def save_as(number):
+                asked_for = {"sampling_session_seq_id": number, "kind": kind}
+                await save(service, "save_weights_for_sampler", model, number, **asked_for)
+
+            await save_as(1)
+            id = service.sample(ME, f"{session}:sample:1", 1, asked(1))
+            await asyncio.sleep(0.05)
+            assert backend.running.total() == 1
+            if kind == "snapshot":
+                await service.finish_session(ME, session)
+                backend.gate.set()
+                row = await answered(service, id, state="refused")
+                gone = "these weights were deleted; create another sampling session"
+                assert json.loads(row.result) == {"error": gone, "category": "user"}
+                return
+            await train(service, model, 2)
+            await save_as(4)
+            backend.gate.set()
+            row = await answered(service, id)
+            (sequence,) = deserialize_sample_response(row.result).sequences
+            assert sequence.logprobs == pytest.approx([-0.3] * 3)
+
+    asyncio.run(main())
+
+
+def test_a_sample_whose_session_is_over_when_its_turn_comes_is_refused(tmp_path):
+    """Until then it has not begun: no death of the server is its own."""
+
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", backend=backend) as service:
+            session = service.create_session(ME, None, None)
+            sampler = service.create_sampler(ME, session, 0, NAME, None)
+            ids = [service.sample(ME, sampler, seq_id, asked(256)) for seq_id in (1, 2)]
+            await asyncio.sleep(0.05)
+            rows = [service.database.get(requests, id, "id") for id in ids]
+            assert [row.deaths for row in rows] == [1, 0]
+            await service.finish_session(ME, session)
+            backend.gate.set()
+            await answered(service, ids[0])
+            row = await answered(service, ids[1], state="refused")
+            over = "its sampling session is over; create another"
+            assert json.loads(row.result) == {"error": over, "category": "user"}
+
+    asyncio.run(main())
+
+
+def test_a_sample_with_which_the_server_died_is_tried_alone_and_then_no_more(tmp_path):
+    tried = []
+
+    class Noting(Sampler):
+        async def sample(self, adapter, prompt, n, params, max_deaths=3):
+            tried.append(max_deaths)
+            return await super().sample(adapter, prompt, n, params, max_deaths)
+
+    async def main():
+        id = None
+        for _ in range(3):
+            async with living(tmp_path / "a", backend=Noting(is_open=False)) as service:
+                id = id or service.sample(ME, await sampler_of(service), 1, asked(1))
+                await asyncio.sleep(0.05)
+                service.queue.stop = lambda: None  # as where the process is killed
+        async with living(tmp_path / "a", backend=Noting()) as service:
+            row = await answered(service, id, state="failed")
+            assert "the server died 3 times while this request ran" in message_of(row)
+        assert tried == [2, 2, 1]
+
+    asyncio.run(main())
+
+
+def test_a_tenant_whose_samples_keep_killing_generators_has_to_wait_and_others_do_not(tmp_path):
+    """Also one that was to be tried alone when there were too many."""
+
+    async def main():
+        backend = Sampler()
+        async with living(tmp_path / "a", Limits(max_deaths=3), backend) as service:
+            sampler = await sampler_of(service)
+            ids = [service.sample(ME, sampler, seq_id, asked(1, KILLS)) for seq_id in (1, 2)]
+            rows = [await service.queue.wait(id, ME, 30) for id in ids]
+            assert [row.state for row in rows] == ["failed", "refused"]
+            assert backend.num_deaths == {2: 4, 1: 1}
+            with pytest.raises(UserError, match="limits.max_deaths is 3"):
+                service.sample(ME, sampler, 3, asked(1))
+            other = await sampler_of(service, OTHER)
+            await answered(service, service.sample(OTHER, other, 1, asked(1)), OTHER)
+
+    asyncio.run(main())
+
+
+class Clocked(FakeBackend):
+    """Its clock goes on by what a model's forward_backward takes, and by nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.seconds = 0.0, {}
+
+    async def forward_backward(self, model, *rest):
+        learned = await super().forward_backward(model, *rest)
+        self.now += self.seconds[model]
+        return learned
+
+    def order(self):
+        return [model for verb, model in self.log if verb == "forward_backward"]
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    backend = Clocked()
+    monkeypatch.setattr("rl.tinker.training.time", SimpleNamespace(monotonic=lambda: backend.now))
+    monkeypatch.setattr("rl.tinker.training_queue._PATIENCE_SECONDS", 60.0)  # of the real clock
+    return backend
+
+
+def test_tenants_get_equal_time_of_the_training_engine_whatever_their_requests_take(tmp_path, clocked):
+    async def main():
+        async with living(tmp_path / "a", backend=clocked) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            clocked.seconds = {mine: 4.0, other: 1.0}
+            for seq_id in range(1, 5):
+                submit(service, mine, seq_id)
+            for seq_id in range(1, 11):
+                last = submit(service, other, seq_id, tenant=OTHER)
+            await answered(service, last, OTHER)
+            four = [other] * 4
+            assert clocked.order()[:13] == [mine, *four, mine, *four, mine, other, other]
+
+    asyncio.run(main())
+
+
+def test_the_engine_stays_idle_for_who_waits_for_each_answer_and_counts_it(tmp_path, clocked):
+    """Of 4 seconds that the first has had, the other has 0.5 each time, and takes 1.2 to send the next."""
+
+    async def main():
+        async with living(tmp_path / "a", backend=clocked) as service:
+            mine = await make_model(service, service.create_session(ME, None, None))
+            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            clocked.seconds = {mine: 4.0, other: 0.5}
+            for seq_id in range(1, 4):
+                submit(service, mine, seq_id)
+            for seq_id in range(1, 5):
+                await answered(service, submit(service, other, seq_id, tenant=OTHER), OTHER)
+                await asyncio.sleep(0.01)
+                clocked.now += 1.2
+            assert clocked.order()[:6] == [mine, other, other, other, mine, other]
+
+    asyncio.run(main())
+
+
+def test_the_model_used_longest_ago_makes_room(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", Limits(max_models=2)) as service:
+            session = service.create_session(ME, None, None)
+            first, _ = [await make_model(service, session, i) for i in range(2)]
+            await train(service, first, 1)
+            third = await make_model(service, session, 2)
+            assert set(service.training.loaded) == {first, third}
+
+    asyncio.run(main())
+
+
+def test_a_model_that_made_room_between_its_steps_is_loaded_and_not_done_again(tmp_path):
+    async def main():
+        async with living(tmp_path / "a", Limits(max_models=1)) as service:
+            session = service.create_session(ME, None, None)
+            mine = await make_model(service, session)
+            await train(service, mine, 1)
+            await make_model(service, session, 1)
+            begun = len(service.backend.log)
+            await answered(service, submit(service, mine, 3))
+            verbs = [verb for verb, model in service.backend.log[begun:] if model == mine]
+            assert verbs == ["load", "forward_backward"]
+
+    asyncio.run(main())
+
+
+def prompt_of(*tokens):
+    return {"prompt": {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}}
+
+
+def test_a_request_weighs_its_prompt_and_what_is_drawn_along_it(tmp_path):
+    async def main():
+        async with living(tmp_path / "a") as service:
+            body = asked(4) | prompt_of(5, 6, 7) | {"prompt_alt_tokens_k": 2}
+            assert service.sampling.check(ME, body) == Load(4, 3 + 2 * 2, 3)
+
+    asyncio.run(main())
+
+
+def test_scores_of_a_prompts_end_are_of_its_last_tokens_alone(tmp_path):
+    class Scoring(FakeBackend):
+        async def sample(self, adapter, prompt, n, params, max_deaths=3):
+            completions = await super().sample(adapter, prompt, n, params, max_deaths)
+            likeliest = ((), *(((token, -0.5),) for token in prompt[1:]))
+            return [replace(completion, prompt_likeliest=likeliest) for completion in completions]
+
+    async def main():
+        async with living(tmp_path / "a", backend=Scoring()) as service:
+            wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 1, "prompt_logprobs_last_n": 1}
+            (one,) = await service.sampling.sample(ME, None, asked(1) | prompt_of(5, 6, 7) | wanted)
+            assert one.prompt_logprobs == (None, None, -7.0)
+            assert one.prompt_likeliest == ((), (), ((7, -0.5),))
 
     asyncio.run(main())

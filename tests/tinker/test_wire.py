@@ -5,6 +5,9 @@
 import numpy as np
 import pytest
 
+from rl.tinker.prompt_scores import Scores
+from rl.tinker.wire_limits import WireLimits
+
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +79,7 @@ def test_what_is_written_is_what_the_sdk_reads():
     assert read.sequences[0].logprobs == [-1.0, -2.0] and read.prompt_cache_hit_tokens == 7
     assert read.prompt_logprobs == [None, -0.5]
     assert read.topk_prompt_logprobs == [None, [(4, pytest.approx(-0.1))]]
+    assert read.sequences[0].topk_logprobs == [[(5, -1.0), (9, -3.0)], [(6, -2.0)]]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,7 @@ def test_what_is_written_is_what_the_sdk_reads():
         ([0, 1], [0], [1], [2, 2]),
         ([0, 2, 1], [0], [1], [2, 2]),
         ([0, 1, 1], [9], [1], [2, 2]),
+        ([0, 1, 1], [2], [1], [2, 2]),
         ([0, 1, 1], [-1], [1], [2, 2]),
         ([0, 1, 1], [0], [1], [1 << 40, 1 << 40]),
         ([0, 1, 1], [0], [1], [-2, 2]),
@@ -134,3 +139,59 @@ def test_what_was_not_asked_for_is_not_there():
     read = deserialize_sample_response(wire.write_samples([cut], 0, 0))
     assert read.prompt_logprobs is None and read.topk_prompt_logprobs is None
     assert read.sequences[0].stop_reason == "length"
+
+
+def test_scores_along_a_prompt_are_what_the_sdk_reads():
+    one = Completion([5], [-1.0], VersionRange(0, 0), StopReason.STOP)
+    drawn = np.array([[3, 4], [5, 6]], np.int64), np.array([[-0.5, -1.5], [-2.5, -3.5]], np.float32)
+    dense = {"data": [-1.0, 0.0, 0.0, -2.0], "dtype": "int64", "shape": [2, 2]}
+    sparse = dense | {"data": [-1.0, -2.0], "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 1]}
+    for targets in (dense, sparse):
+        written = wire.write_samples([one], 0, 0, Scores(targets, drawn))
+        read = deserialize_sample_response(written)
+        scored, other = read.target_prompt_logprobs, read.prompt_alt_tokens
+        assert scored.dtype == "float32" and (scored.sparse_crow_indices is None) == (targets is dense)
+        assert scored.to_torch().to_dense().tolist() == [[-1.0, 0.0], [0.0, -2.0]]
+        assert (other.tokens.shape, other.tokens.data) == ([2, 2], [3, 4, 5, 6])
+        assert (other.logprobs.shape, other.logprobs.data) == ([2, 2], [-0.5, -1.5, -2.5, -3.5])
+
+
+def one_datum(**settings):
+    """A request with two tokens and their targets."""
+    message = wire.pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="dro", **settings)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.asarray([1, 2], np.int32).tobytes()
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dtype, targets.dense = wire.pb.DTYPE_INT64, np.asarray([2, 3], np.int64).tobytes()
+    return message
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_forward_is_told_from_a_forward_backward(forward_only):
+    body = one_datum(forward_only=forward_only).SerializeToString()
+    kind = "forward" if forward_only else "forward_backward"
+    assert wire.head_of(body, WireLimits()) == (kind, "m", 1)
+    assert wire.read_forward_backward(body).forward_only is forward_only
+
+
+def test_what_cannot_be_read_is_an_error_of_the_clients():
+    text, unknown, targetless = one_datum(), one_datum(), one_datum()
+    text.loss_fn_config_v2["beta"].text = "high"
+    unknown.data[0].loss_fn_inputs["target_tokens"].dtype = wire.pb.DTYPE_BFLOAT16
+    targetless.data[0].loss_fn_inputs.clear()
+    for message, match in [
+        (text, r"^loss_fn_config\['beta'\] is text; the losses here take numbers$"),
+        (unknown, "^datum 0: target_tokens has dtype 4; send float32 or int64$"),
+        (targetless, "^datum 0: it has no target_tokens; put them into loss_fn_inputs$"),
+    ]:
+        with pytest.raises(UserError, match=match):
+            wire.read_forward_backward(message.SerializeToString())
+    with pytest.raises(UserError, match="^the body is not a ForwardBackwardRequest"):
+        wire.read_forward_backward(b"\xff\xfe")
+
+
+def test_a_datum_without_a_chunk_has_no_tokens():
+    message = one_datum()
+    del message.data[0].model_input[:]
+    (datum,) = wire.read_forward_backward(message.SerializeToString()).data
+    assert datum.tokens.tolist() == [] and datum.targets.tolist() == [2, 3]

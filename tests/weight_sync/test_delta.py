@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.errors import WeightsUnreachable
 from rl.host_protocol import ask, greeting, request_of
 from rl.paths import lock
 from rl.weight_sync import delta, remote_files
@@ -252,3 +254,34 @@ def test_who_asks_and_never_reads_keeps_no_file_for_long(hosts, monkeypatch):
         while not lock(file.fileno()):
             assert time.monotonic() < end
             time.sleep(0.1)
+
+
+def test_a_version_that_was_released_there_is_unreachable_and_is_not_here(hosts):
+    hosts.release(hosts.publish(1, weights(torch.Generator().manual_seed(0))))
+    with pytest.raises(WeightsUnreachable, match="model-v1-rank0.bin could not be fetched: "):
+        hosts.fetch(1)
+    assert not list(hosts.target.glob("*.bin"))
+
+
+def test_a_file_of_a_host_that_dies_half_way_is_not_here(tmp_path, monkeypatch):
+    path = tmp_path / "model-v1-rank0.bin"
+    here, there = socket.socketpair()
+    there.sendall(b"half")
+    there.close()
+    monkeypatch.setattr(remote_files, "ask", lambda *_: ({"size": 100}, here))
+
+    def reserve(partial, size, keep):
+        Path(partial).write_bytes(bytes(size))
+
+    with pytest.raises(WeightsUnreachable, match="fetched from host a:1: it closed the connection"):
+        fetch_file("a:1", "run", str(path), reserve)
+    assert not path.exists()
+
+
+def test_what_was_not_prefetched_comes_as_it_is_read(hosts):
+    data = weights(torch.Generator().manual_seed(0))
+    (shard,) = hosts.publish(1, data).shards
+    locator = shard.locator.partition(AT)[2].replace(str(hosts.source), str(hosts.target))
+    elsewhere = Manifest(1, (type(shard)(*_fields(shard), f"{hosts.address}{AT}{locator}"),))
+    ((_, tensor),) = assemble(hosts.reader.fetch(elsewhere))
+    assert torch.equal(tensor, data)

@@ -319,3 +319,30 @@ def _receive_versions(directory, pipe):
         except RunError as error:
             answer = error
         pipe.send((answer, pushed._process(directory).counts))
+
+
+def test_a_tensor_of_one_shard_comes_once_and_is_no_copy():
+    full = torch.arange(6.0).view(2, 3)
+    shard = Shard("w", full.dtype, (2, 3), (0, 0), (2, 3), "")
+    assert [(name, tensor is full) for name, tensor in assemble({"w": [(shard, full)]})] == [("w", True)]
+
+
+def test_the_memory_of_a_file_that_gave_way_to_a_larger_one_is_given_back(tmp_path):
+    """It is there for as long as anybody has it mapped."""
+    transport = SharedMemory(str(tmp_path))
+    asyncio.run(transport.release(publish(transport, 1, rows("w", torch.ones(4, 2), 1))))
+    publish(transport, 2, rows("w", torch.ones(400, 2), 1))
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert not [line for line in mapped if line.endswith("(deleted)")]
+
+
+def test_a_rank_may_have_tensors_of_any_size_and_dtype_or_none_at_all(tmp_path):
+    tensors = {
+        "a": torch.arange(3, dtype=torch.uint8), "b": torch.randn(5), "c": torch.randn(3, 7).bfloat16()
+    }  # fmt: skip
+    shards = [LocalShard(name, tuple(t.shape), (0,) * t.ndim, t, t.dtype) for name, t in tensors.items()]
+    transport = SharedMemory(str(tmp_path))
+    got = fetch(transport, publish(transport, 1, [shards, []]))
+    assert got.keys() == tensors.keys()
+    assert all(got[name].dtype == t.dtype and torch.equal(got[name], t) for name, t in tensors.items())
+    assert [file.name for file in tmp_path.iterdir()] == ["model-v1-rank0.bin"]

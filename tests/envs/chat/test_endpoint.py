@@ -323,6 +323,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
             "the policy chooses",
         ),
+        ({"tools": [TOOL | {"type": "custom"}]}, "only tools of type function are offered"),
     ],
 )
 def test_a_request_is_refused_by_the_field_with_the_remedy(tokenizer, fields, words):
@@ -511,3 +512,89 @@ def test_what_is_not_offered_says_what_is(tokenizer):
             await client.responses.create(model="m", input="hello")
 
     talk(tokenizer, [], say)
+
+
+AS_WITHOUT = {
+    "temperature": 1, "top_p": 1.0, "top_k": -1, "min_p": 0, "n": 1, "frequency_penalty": 0,
+    "presence_penalty": 0, "repetition_penalty": 1, "length_penalty": 1, "min_tokens": 0, "top_logprobs": 0,
+    "ignore_eos": False,
+    "parallel_tool_calls": True, "use_beam_search": False, "echo": False, "skip_special_tokens": True,
+    "add_generation_prompt": True, "continue_final_message": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [AS_WITHOUT, AS_WITHOUT | {"top_k": 0}])
+def test_a_client_may_write_down_how_the_policy_is_sampled_anyway(fields):
+    assert read_request(json.dumps({"messages": ASKED} | fields).encode()).messages == ASKED
+
+
+def test_an_answer_is_no_longer_than_its_request_and_the_run_allow(tokenizer):
+    asked = [
+        ({}, 300),
+        ({"max_tokens": 9}, 9),
+        ({"max_completion_tokens": 5}, 5),
+        ({"max_tokens": 9, "max_completion_tokens": 5}, 5),
+        ({"max_tokens": 900}, 300),
+    ]
+    template = ChatTemplate(tokenizer)
+    writer = Writer(tokenizer, template.end_id, ["one"] * len(asked), random.Random(0))
+
+    async def main():
+        door = AgentEndpoint(tokenizer)
+        session = ChatSession(template, writer, SamplingParams(300), range(8), 4000)
+        url, key = await door.enter(session)
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            for fields, _ in asked:
+                await client.chat.completions.create(model="m", messages=ASKED, **fields)
+        await door.leave(key)
+        await door.close()
+
+    asyncio.run(main())
+    assert [params.max_new_tokens for _, params, _ in writer.asked] == [longest for _, longest in asked]
+
+
+def test_a_call_in_a_stream_has_what_clients_put_it_together_by(tokenizer):
+    async def say(client, session, url, key):
+        stream = await client.chat.completions.create(model="m", messages=ASKED, tools=[TOOL], stream=True)
+        choices = [choice async for chunk in stream for choice in chunk.choices]
+        calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        assert {choice.index for choice in choices} == {0} and choices[-1].finish_reason == "tool_calls"
+        assert {call.index for call in calls} == {0} and calls[0].function.name == "look"
+        arguments = "".join(call.function.arguments or "" for call in calls)
+        assert json.loads(arguments) == {"at": "x"}
+
+    talk(tokenizer, [CALL], say)
+
+
+def test_a_client_is_told_by_a_code_that_its_turns_are_used_up(tokenizer):
+    async def say(client, session, url, key):
+        for _ in range(8):
+            await client.chat.completions.create(model="m", messages=ASKED)
+        with pytest.raises(openai.BadRequestError, match=r"env\.max_turns") as refused:
+            await client.chat.completions.create(model="m", messages=ASKED)
+        assert refused.value.code == "turns_used_up"
+
+    talk(tokenizer, ["a"] * 8, say)
+
+
+def test_a_conversation_that_the_template_does_not_take_is_refused_in_its_words(tmp_path):
+    async def say(client, session, url, key):
+        asked = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+        with pytest.raises(openai.BadRequestError, match="template fails: .*roles must alternate"):
+            await client.chat.completions.create(model="m", messages=asked)
+        assert not session.turns
+
+    talk(make_tokenizer("gemma3", tmp_path), [], say)
+
+
+def test_all_sessions_have_one_server_which_says_nothing_and_a_key_each(tokenizer, capsys):
+    async def main():
+        door = AgentEndpoint(tokenizer)
+        (url, key), (again, other) = [await door.enter(SimpleNamespace()) for _ in range(2)]
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{url}/models")).status_code == 200
+        await door.close()
+        assert url == again and key != other
+
+    asyncio.run(main())
+    assert capsys.readouterr() == ("", "")

@@ -210,3 +210,28 @@ def test_what_a_warm_up_would_teach_is_looked_at_before(mistake, words):
     (line,) = problems(Teaches(mistake=mistake), warmup=warmup)
     assert re.search(words, line), line
     assert problems(Teaches(mistake=mistake), warmup=WarmupConfig()) == []
+
+
+@dataclass(frozen=True)
+class Tried(AgentEnv):
+    def start(self, episode):
+        episode.state["started"] = True
+
+    def agent(self, episode, base_url, api_key):
+        messages = [{"role": "user", "content": episode.problem.question}]
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            reply = client.chat.completions.create(model="any", messages=messages)
+        episode.notes["read"] = reply.choices[0].message.content
+
+    def reward_episode(self, episode):
+        return float(episode.state["started"])
+
+
+def test_an_agent_is_tried_after_its_start_and_leaves_its_notes():
+    played = play(Tried(), calculator().model.tokenizer(), ["36"], Problem("1", "12*3"))
+    assert (played.score.reward, played.score.notes) == (1.0, {"read": "36"})
+
+
+def test_a_trial_in_which_the_policy_says_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"play\(\) has no texts for the policy; give at least one"):
+        play(Calculator(), calculator().model.tokenizer(), [])

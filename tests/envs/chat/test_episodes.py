@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import numpy as np
 import psutil
 import pytest
 
+from rl.causes import note_outage
+from rl.envs.base import RolloutContext
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import ServerLost, ToolResult
 from rl.envs.chat.host import EpisodeHost
@@ -25,12 +28,16 @@ from rl.errors import ConfigError, EpisodeLost, RunError
 from rl.types import (
     Completion,
     Problem,
+    Prompt,
     Rewards,
+    SamplingParams,
     StopReason,
+    Verdict,
     VersionRange,
 )
 from tests.envs.chat import playing
 from tests.envs.chat.templates import make_tokenizer
+from tests.virtual_time import run_virtually
 
 CALL = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
 
@@ -71,6 +78,8 @@ class Bad(ChatEnv):
                 raise KeyError("lost")
             case "hangs":
                 time.sleep(60)
+            case "calls sys.exit":
+                sys.exit(5)
             case "exits":
                 os._exit(3)
             case "leaves a child":
@@ -96,6 +105,8 @@ class Bad(ChatEnv):
                 raise RuntimeError("no step")
             case "step of a wrong type":
                 return 3
+            case "a lock":
+                return [{"role": "user", "content": "more", "lock": threading.Lock()}]
             case "two turns":
                 return None if len(episode.answers) == 2 else "again"
             case "never ends":
@@ -197,6 +208,8 @@ FAILED = [
     ("hangs", "fine", work("hangs"), "timeout", "the tool work took over 1.5 s (env.turn_seconds)"),
     ("hangs, async", "fine", CALL.replace("NAME", "slow").replace("ARGUMENTS", '{"seconds": 9}'), "timeout", "the tool slow took over"),
     ("exits", "fine", work("exits"), "crashed", "ended with code 3"),
+    ("calls sys.exit", "fine", work("calls sys.exit"), "crashed", "ended with code 5"),
+    ("step with a lock", "a lock", "a", "type", "what the environment returned cannot be sent: "),
     ("start raises", "start raises", "a", "start", "ValueError: no start (test_episodes.py line"),
     ("step raises", "step raises", "a", "raised", "RuntimeError: no step"),
     ("step of a wrong type", "step of a wrong type", "a", "type", "step() returned 3; return a string"),
@@ -312,7 +325,8 @@ def test_a_group_is_compared_and_where_that_fails_it_fails_for_all(tokenizer, mo
         assert [r.score.reward for r in rollouts] == [float(len(r.response) == longest) for r in rollouts]
         assert rollouts[0].score.components.keys() == {"episode", "group"}
     else:
-        assert {rollout.score.cause for rollout in rollouts} == {"raised" if mode == "raises" else "type"}
+        cause = "raised" if mode == "raises" else "type"
+        assert {(rollout.score.reward, rollout.score.cause) for rollout in rollouts} == {(0.0, cause)}
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -520,3 +534,165 @@ def test_episodes_draw_other_numbers_and_each_the_same_ones_again(tokenizer):
         drawn.append([tuple(rollout.score.notes["drawn"]) for rollout in rollouts])
     assert drawn[0] == drawn[1]
     assert len({by_random for by_random, _ in drawn[0]}) == len({by_numpy for _, by_numpy in drawn[0]}) == 4
+
+
+@pytest.mark.parametrize("outage", [False, True])
+def test_an_episode_that_takes_too_long_is_scored_0_unless_its_generator_died(tokenizer, outage):
+    """Then the wait was none of its own, and it begins again."""
+
+    class Waiting(Says):
+        num_asked = 0
+
+        async def sample(self, prompt, n, params):
+            self.num_asked += 1
+            if self.num_asked == 2:
+                if outage:
+                    note_outage("generator-0 died")
+                await asyncio.Event().wait()
+            return await super().sample(prompt, n, params)
+
+    rollouts = []
+
+    async def walk():
+        env, policy = Bad(episode_seconds=1.0), Waiting(tokenizer, ["first one", "second one"])
+        context = RolloutContext(policy, tokenizer, SamplingParams(400), 4000, playing.Here(env))
+        rollouts.extend(await env.drive(Prompt(Problem("1", "two turns"), ()), 1, context))
+
+    run_virtually(walk())
+    (rollout,) = rollouts
+    scored = (rollout.score.cause, rollout.score.reward, rollout.counts["turns"])
+    assert scored == (("", 1.0, 2) if outage else ("timeout", 0.0, 1))
+
+
+@pytest.mark.parametrize(
+    ("own", "summed"),
+    [
+        (Rewards(turns=(0.5, 0.25)), Rewards(turns=(0.5, 1.25))),
+        (Rewards(tokens=(0.0, 0.5, 0.0, 0.25)), Rewards(tokens=(0.0, 0.5, 0.0, 1.25))),
+    ],
+    ids=["turns", "tokens"],
+)
+def test_what_a_comparison_adds_is_the_last_turns_and_its_verdict_stands(tokenizer, own, summed):
+    @dataclass(frozen=True)
+    class Ranked(ChatEnv):
+        def step(self, episode):
+            return "again" if len(episode.answers) == 1 else None
+
+        def reward_episode(self, episode):
+            return own
+
+        def reward_group(self, episodes):
+            return [Verdict(1.0, True) for _ in episodes]
+
+    rollouts = playing.play_here(Ranked(), tokenizer, Says(tokenizer, ["a"]), Problem("1", "say"), n=2)
+    for score in (rollout.score for rollout in rollouts):
+        assert (score.error, score.reward, score.correct, score.parts) == (None, 1.75, True, summed)
+
+
+@pytest.mark.parametrize(("losses", "score"), [(3, (1.0, "")), (4, (0.0, "lost"))])
+def test_a_comparison_whose_worker_died_begins_again(tokenizer, monkeypatch, losses, score):
+    compare, left = playing.HereEpisode.score_group, [losses]
+
+    async def lose(episode, members):
+        if left[0]:
+            left[0] -= 1
+            raise EpisodeLost
+        return await compare(episode, members)
+
+    monkeypatch.setattr(playing.HereEpisode, "score_group", lose)
+
+    @dataclass(frozen=True)
+    class Ranked(ChatEnv):
+        def reward_episode(self, episode):
+            return 0.0
+
+        def reward_group(self, episodes):
+            return [1.0 for _ in episodes]
+
+    rollouts = playing.play_here(Ranked(), tokenizer, Says(tokenizer, ["a"]), Problem("1", "say"), n=2)
+    assert [(rollout.score.reward, rollout.score.cause) for rollout in rollouts] == [score] * 2
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_an_environment_may_verify_the_last_answer_alone(tokenizer, compares):
+    """By `reward`, as an Env does; what a comparison adds comes on top of it."""
+
+    @dataclass(frozen=True)
+    class Answering(ChatEnv):
+        def reward(self, problem, response, stop):
+            return 0.5 * (response == problem.answer) + 0.25 * (stop == StopReason.STOP)
+
+    @dataclass(frozen=True)
+    class Compared(Answering):
+        def reward_group(self, episodes):
+            return [1.0 for _ in episodes]
+
+    env = Compared() if compares else Answering()
+    problem = Problem("1", "say", "42")
+    rollouts = playing.play_here(env, tokenizer, Says(tokenizer, ["42"]), problem, n=2)
+    assert [rollout.score.reward for rollout in rollouts] == [1.75 if compares else 0.75] * 2
+
+
+def test_an_episode_has_eight_turns_where_nothing_else_is_set(tokenizer):
+    @dataclass(frozen=True)
+    class Endless(ChatEnv):
+        def step(self, episode):
+            return "more"
+
+        def reward_episode(self, episode):
+            return 0.0
+
+    (rollout,) = playing.play_here(Endless(), tokenizer, Says(tokenizer, ["a"]), Problem("1", "say"))
+    assert (rollout.counts["turns"], rollout.stop) == (8, StopReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        (work("number"), {"tool_calls": 1, "tool_errors": 0}),
+        (work("raises"), {"tool_calls": 1, "tool_errors": 1}),
+        (work("long result"), {"tool_calls": 1, "tool_errors": 0, "cut_results": 1}),
+        ("<tool_call>{oops</tool_call>", {"tool_calls": 0, "malformed_calls": 1}),
+    ],
+    ids=["fine", "raises", "long", "malformed"],
+)
+def test_what_became_of_calls_is_counted(tokenizer, text, counts):
+    policy = Says(tokenizer, ["fine", text, "I see."])
+    (rollout,) = playing.play_here(Bad(), tokenizer, policy, Problem("1", "fine"))
+    assert rollout.counts == {"turns": 2, **counts}
+
+
+def test_an_episodes_coroutines_run_in_one_event_loop(tokenizer):
+    """So what start() opens, as a session of HTTP, serves its tools and its reward."""
+
+    @dataclass(frozen=True)
+    class Connected(ChatEnv):
+        async def start(self, episode):
+            episode.state["loop"] = asyncio.get_running_loop()
+
+        @tool
+        async def ask(self, episode) -> str:
+            """Ask."""
+            return str(asyncio.get_running_loop() is episode.state["loop"])
+
+        async def reward_episode(self, episode):
+            is_here = asyncio.get_running_loop() is episode.state["loop"]
+            return float(is_here and episode.tool_results[0].content == "True")
+
+    ask = CALL.replace("NAME", "ask").replace("ARGUMENTS", "{}")
+    policy = Says(tokenizer, [ask, "done"])
+    (rollout,) = playing.play_here(Connected(), tokenizer, policy, Problem("1", "say"))
+    assert (rollout.score.error, rollout.score.reward) == (None, 1.0)
+
+
+# test_episodes.py
+def test_a_docstring_that_describes_what_a_tool_does_not_take_is_refused():
+    def price(fruit: str) -> str:
+        """The price.
+
+        Args:
+            count: how many.
+        """
+
+    with pytest.raises(ConfigError, match="of the tool price describes count, which it does not take"):
+        as_tool(price)

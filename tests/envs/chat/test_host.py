@@ -177,3 +177,54 @@ def test_an_error_of_an_environments_own_code_leaves_its_traceback_in_the_log(ca
     runner = SimpleNamespace(begin=begin, step=None, act=None)
     assert isinstance(perform(runner, "begin", ()), EpisodeFailed)
     assert ("in begin" in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_process_that_is_not_there_in_time_is_a_timeout(monkeypatch, is_busy):
+    """Busy: so many are asked for that the next request finds no room in the socket."""
+    monkeypatch.setattr(host_module, "_OPEN_SECONDS", 0.05)
+
+    async def main():
+        forking = Forking(monkeypatch)
+        with contextlib.suppress(BlockingIOError):
+            while is_busy:
+                forking.host._host.send(b"x" * 4096)
+        with pytest.raises(EpisodeFailed, match=r"^a process did not start in 0\.05 s$") as failed:
+            async with forking.host.open(PROBLEM, 0):
+                raise AssertionError("there is no process")
+        assert failed.value.cause == "timeout"
+
+    asyncio.run(main())
+
+
+def test_a_process_that_closes_its_connection_and_lives_is_named(monkeypatch):
+    monkeypatch.setattr(host_module, "_STATUS_SECONDS", 0.04)
+
+    async def main():
+        forking = Forking(monkeypatch)
+        async with episode(forking) as (opened, theirs, _):
+            theirs.shutdown(socket.SHUT_RDWR)
+            words = "^the episode's process closed its connection in begin$"
+            with pytest.raises(EpisodeFailed, match=words) as failed:
+                await opened.begin()
+            assert failed.value.cause == "crashed"
+
+    asyncio.run(main())
+
+
+def test_a_process_is_killed_after_its_episode_unless_it_has_ended(monkeypatch):
+    """Its number may be another's by then."""
+    killed = []
+    monkeypatch.setattr(host_module, "kill_tree", killed.append)
+    monkeypatch.setattr(host_module.os, "getsid", lambda pid: pid)
+
+    async def main():
+        forking = Forking(monkeypatch)
+        async with episode(forking):
+            await forking.tell(NOBODY, 3 << 8)
+        assert killed == []
+        async with episode(forking):
+            pass
+        assert killed == [NOBODY]
+
+    asyncio.run(main())

@@ -39,6 +39,7 @@ def test_content_is_text_or_parts_of_text(content, words):
         ([{"function": {"name": "look"}}], False),
         ([{"function": {"arguments": "{}"}}], False),
         ([{"name": "look", "arguments": "{}"}], False),
+        ([{"function": {"name": "look", "arguments": "{}"}}, {"name": "look", "arguments": "{}"}], False),
         ("look", False),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -290,3 +291,39 @@ def test_a_conversation_may_have_as_many_turns_as_an_episode():
     session.turns = turn.path
     (branch,) = session.branches
     assert sum(len(segment.tokens) for segment in branch if segment.sampled) == 2000
+
+
+def test_nothing_goes_on_after_a_turn_that_was_cut_off():
+    """It has no end: what follows begins a sequence of its own."""
+    tokenizer = tokenizer_of("llama3")
+    template = ChatTemplate(tokenizer)
+
+    class CutOff(Writer):
+        async def sample(self, prompt, n, params):
+            (made,) = await super().sample(prompt, n, params)
+            tokens, logprobs = made.tokens[:-1], made.logprobs[:-1]
+            return [replace(made, tokens=tokens, logprobs=logprobs, stop=StopReason.LENGTH)]
+
+    writer = CutOff(tokenizer, template.end_id, ["one", "two"], random.Random(0))
+    session = ChatSession(template, writer, SamplingParams(64), range(2), 10_000)
+    messages = [{"role": "user", "content": "a"}]
+    first = asyncio.run(session.complete(messages, ()))
+    messages += [first.message, {"role": "user", "content": "b"}]
+    asyncio.run(session.complete(messages, ()))
+    assert writer.asked[1][0] == template.prompt(messages, ()) and len(session.branches) == 2
+
+
+def test_a_client_may_send_a_calls_arguments_back_in_another_order():
+    call = '<tool_call>\n{"name": "look", "arguments": {"b": 1, "a": 2}}\n</tool_call>'
+    session, writer, _ = session_of("qwen2_5", [call, "done"])
+    messages = [{"role": "user", "content": "hi"}]
+    turn = asyncio.run(session.complete(messages, [TOOL]))
+    (made,) = turn.message["tool_calls"]
+    sent = {**made, "function": {"name": "look", "arguments": '{"a": 2, "b": 1}'}}
+    messages += [
+        {"role": "assistant", "content": "", "tool_calls": [sent]},
+        {"role": "tool", "tool_call_id": made["id"], "content": "seen"},
+    ]
+    asyncio.run(session.complete(messages, [TOOL]))
+    before = [*writer.asked[0][0], *writer.asked[0][2]]
+    assert writer.asked[1][0][: len(before)] == before and len(session.branches) == 1

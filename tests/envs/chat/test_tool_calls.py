@@ -90,6 +90,7 @@ def test_words_around_calls_are_the_content_and_calls_keep_their_order():
         ("[price(fruit=open('x'))]", "pythonic", "cannot be read"),
         ("[price('pear')]", "pythonic", "argument=value"),
         ("[price(fruit=1", "pythonic", "does not end"),
+        ("[price(**{'fruit': 'pear'})]", "pythonic", "a name of its own"),
         ("[price(x=1)][price(x=2)]", "pythonic", "write one list of calls"),
     ],
 )
@@ -154,3 +155,14 @@ def test_a_list_within_a_line_of_words_is_no_pythonic_call():
     assert parse_turn(prose, "pythonic").content == prose and not parse_turn(prose, "pythonic").calls
     for text in ('[int(x="3")]', 'I call it:\n  [int(x="3")]'):
         assert parse_turn(text, "pythonic").calls == (ToolCall("int", {"x": "3"}),), text
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a": ', "}")])
+def test_arguments_may_be_nested_but_not_without_end(begin, end):
+    def parsed(depth):
+        value = begin * depth + "1" + end * depth
+        return parse_turn(f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>', "hermes")
+
+    assert len(parsed(60).calls) == 1 and not parsed(60).malformed
+    (why,) = parsed(70).malformed
+    assert "nested over 64 deep" in why and not parsed(70).calls
