@@ -112,7 +112,7 @@ def _losses(demand: Demand, plan: Plan) -> Iterator[Hosts]:
     hosts, trainer = engine_hosts(plan), demand.trainer
     fewest = min(len(_hosts(replica)) for replica in _engines(plan))
     most = (fewest - trainer.min_hosts if trainer.min_hosts else 0) + len(trainer.spare_hosts)
-    for count in range(1, max(1, min(most, len(hosts) - 1)) + 1):
+    for count in range(1, max(1, most) + 1):
         yield from islice(combinations(hosts, count), _MOST_LOSSES)
 
 
