@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 import tyro
 
 from rl.command_flags import flag_name, is_flag, repeated
-from rl.config.names import FOREIGN_NAMES, RENAMED, SPLIT
+from rl.config.names import FOREIGN_NAMES, RENAMED, SAMPLING, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
 from rl.errors import ConfigError, one_line
 from rl.fields import (
@@ -259,8 +259,11 @@ def _without(recipe: Any, changed: Any, switch: str) -> Any:
 def _unknown(config: Any, name: str, known: Sequence[str]) -> str:
     """What to say of a name that is no setting: ours for it, or the nearest."""
     section, _, leaf = name.rpartition(".")
-    if leaf == "temperature":
-        return "there is no setting --temperature: training samples at 1, evaluation is greedy"
+    if leaf in SAMPLING:
+        return (
+            f"there is no setting --{leaf}: training samples from the policy itself, at temperature 1; "
+            f"evaluation is greedy"
+        )
     if name in SPLIT:
         return f"--{name} is two settings now; set {' and '.join('--' + new for new in SPLIT[name])}"
     if part := next((k for k in known if name.startswith(f"{k}.") and _value(config, k) is None), ""):

@@ -16,6 +16,12 @@ SPLIT = {"trainer.max_tokens": ("max_seq_len", "trainer.micro_batch_tokens")}
 MOVED = {"rl.controller.config": "rl.config"}
 """Module of earlier versions, which recipes and config.json name -> where its classes are now."""
 
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""How other frameworks sample from another policy than the one that learns."""
+
 # What other frameworks (TRL, verl, OpenRLHF, NeMo-RL, prime-rl) call a setting -> what it is called here.
 FOREIGN_NAMES = {
     "num_generations": "group_size",

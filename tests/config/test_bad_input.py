@@ -120,7 +120,7 @@ def test_an_unknown_flag_names_the_nearest(one_line):
     assert "unknown setting --trainer.lrr; did you mean --trainer.lr?" in one_line(
         "train", "quickstart", "--trainer.lrr", "1"
     )
-    assert "there is no setting --temperature: training samples at 1" in one_line(
+    assert "no setting --temperature: training samples from the policy itself, at temperature 1" in one_line(
         "train", "quickstart", "--temperature", "0.7"
     )
     assert "did you mean" not in one_line("train", "quickstart", "--no_such", "1")

@@ -139,7 +139,9 @@ def test_a_host_without_the_memory_is_refused_before_the_run():
 def test_spare_hosts_that_take_the_place_of_all_have_to_have_the_memory():
     small = replace(CPUS.hosts[0], free_gib=0.5, address="10.0.0.4:7000")
     (text,) = plan_or_problems(config(spare_hosts=(2, 4)), "train", Cluster((*CPUS.hosts, small)))
-    assert text.startswith("trainer.spare_hosts: without host 0 1 the run needs about") and "on host 4" in text
+    assert (
+        text.startswith("trainer.spare_hosts: without host 0 1 the run needs about") and "on host 4" in text
+    )
 
 
 BIG = {"hidden_size": 4096, "num_layers": 22, "intermediate_size": 12288, "num_heads": 32, "num_kv_heads": 8}
