@@ -92,7 +92,6 @@ def check_asked(demand: Demand, specs: Mapping[RoleName, Spec], taken: Taken, no
         if size < least:
             longest = demand.name("max_seq_len" if role == "generator" else "judge.max_tokens")
             notes.problem(
-                "caches",
                 f"{setting}={size:g} is less than one sequence of {spec.config.max_model_len} tokens takes, "
                 f"{least:.2g} GiB; raise it, or lower {longest}",
             )
@@ -154,7 +153,6 @@ def caches_of_unknown(
         own = "each has one of its own: set --placement alone"
         remedy = "use a GPU for each process" if shares else own
         notes.problem(
-            "caches",
             f"what each role takes of a shared GPU is not known: the model's config.json gives no sizes of a "
             f"decoder; {remedy}",
         )
@@ -163,7 +161,6 @@ def caches_of_unknown(
             needed, free = sum(asked.get(role, 0.0) for role in roles), cluster.hosts[host].free_gib
             if needed > free:
                 notes.problem(
-                    "caches",
                     f"{setting} and the judge's need {needed:g} GiB but {free:.1f} are free; use less",
                 )
     if demand.generator is not None and "generator" not in caches:

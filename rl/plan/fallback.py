@@ -24,13 +24,13 @@ def resolve_with_fallbacks(demand: Demand, facts: Facts, cluster: Cluster) -> Pl
     if isinstance(plan, tuple) or not (trainer.min_hosts or trainer.spare_hosts):
         return plan
     if problems := _problems(demand, plan):
-        return tuple(Problem(text, "fallback") for text in problems)
+        return tuple(Problem(text) for text in problems)
     name = demand.name("trainer.spare_hosts" if trainer.spare_hosts else "trainer.min_hosts")
     for lost in _losses(demand, plan):
         numbers = " ".join(map(str, lost))
         engines = without(plan, demand, facts, lost)
         if isinstance(engines, str):
-            return (Problem(f"{name}: without host {numbers} {engines}", "fallback"),)
+            return (Problem(f"{name}: without host {numbers} {engines}"),)
         if len(lost) == 1:
             alone = _without_any(plan, demand, lost)
             settled += [

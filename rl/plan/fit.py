@@ -53,9 +53,9 @@ def _check_host(demand: Demand, memory: _ByPhase, places: Places, cluster: Clust
         where = f" on {host_name(host, cluster)}" if len(cluster.hosts) > 1 else ""
         if (most := needed[fullest]) > free:
             notes.problem(
-                "fit",
                 f"the {_command(demand)} needs about {most:.1f} GiB{where} ({_list(roles, memory, fullest)}) "
                 f"but {free:.1f} are free, {_tenths(most - free)} GiB short{_when(demand, fullest)}",
+                is_of_fit=True,
             )
 
 
@@ -81,7 +81,7 @@ def _check_devices(demand: Demand, memory: _ByPhase, places: Places, cluster: Cl
                     f"{_when(demand, phase)}"
                 )
     if text:
-        notes.problem("fit", text)
+        notes.problem(text, is_of_fit=True)
 
 
 def _check_host_of_gpus(
@@ -120,9 +120,9 @@ def _check_host_of_gpus(
             figures += [f"processes {processes:.1f}"]
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "the host"
             notes.problem(
-                "fit",
                 f"{where} has {host.free_gib:.1f} GiB free for {what}, about {needed:.1f} "
                 f"({', '.join(figures)}), {_tenths(needed - host.free_gib)} GiB short",
+                is_of_fit=True,
             )
 
 

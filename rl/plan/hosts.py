@@ -20,10 +20,10 @@ def allowed_hosts(
         asked = demand.hosts.get(role, ())
         setting = demand.name(f"{role}.hosts")
         for problem in _wrong(asked, cluster):
-            notes.problem("places", f"{setting} {problem}; {_known(cluster)}")
+            notes.problem(f"{setting} {problem}; {_known(cluster)}")
         for host in sorted({*asked} & {*joining}) if role != "generator" else ():
             reason = "which may join later; name another: only generators may be there"
-            notes.problem("places", f"{setting} names host {host}, {reason}")
+            notes.problem(f"{setting} names host {host}, {reason}")
         allowed[role] = tuple(host for host in dict.fromkeys(asked) if host in everywhere)
         if not allowed[role]:
             allowed[role] = _default(role, present, has_gpus=bool(cluster.gpus))
@@ -88,16 +88,15 @@ def check_hosts(
     on = {host for role, hosts in of_replicas if role == "generator" for host in hosts}
     count, hosts_of = f"joining_hosts={len(joining)}", demand.name("generator.hosts")
     if demand.sharing == "by_turns":
-        notes.problem("places", f"{count} has no effect with placement=by_turns; leave out one of them")
+        notes.problem(f"{count} has no effect with placement=by_turns; leave out one of them")
     elif unused := sorted(joining - on):
         notes.problem(
-            "places",
             f"{count}: no generator is on host {unused[0]}; raise {demand.name('generator.num_replicas')}, "
             f"or name it with --{hosts_of}",
         )
     elif not on - joining:
         notes.problem(
-            "places", f"{count}: every generator is on a host that may join; --{hosts_of} has to name another"
+            f"{count}: every generator is on a host that may join; --{hosts_of} has to name another"
         )
 
 
@@ -110,7 +109,6 @@ def _check_used(
         if host not in of_processes and not cluster.hosts[host].may_join:
             count = len(of_processes)
             notes.problem(
-                "places",
                 f"{setting} names host {host}, and none of the {role}'s {count} process{'es' * (count > 1)} "
                 f"is there; leave it out, or raise {more}",
             )
@@ -122,7 +120,6 @@ def _check_even(role: RoleName, of_ranks: Sequence[int], demand: Demand, notes: 
     if len({*counts.values()}) > 1:
         dealt = ", ".join(f"{count} on host {host}" for host, count in counts.items())
         notes.problem(
-            "places",
             f"{role} has {len(of_ranks)} processes, {dealt}: each of its hosts has to have as many; use "
             f"another layout, or name its hosts with --{demand.name(f'{role}.hosts')}",
         )

@@ -43,7 +43,6 @@ def check_loads(demand: Demand, ways: Iterable[Link], places: Places, cluster: C
     if seconds > demand.deadlines.load:
         to = f"host {away[0]}" if len(away) == 1 else f"{len(away)} hosts at once"
         notes.problem(
-            "links",
             f"weights of {size / 2**30:.1f} GiB take about {seconds:.0f} s to {to}, over links of "
             f"{min(rates):.2g} GB/s, and deadlines.load is {demand.deadlines.load:g} s; set --deadlines.load "
             f"{_rounded(2 * seconds)}, or put fewer generators on other hosts",
@@ -60,7 +59,7 @@ def settle_delta(demand: Demand, numerics: Numerics, places: Places, cluster: Cl
     asked, on = demand.delta, {place.host for role in _ROLES for place in places.of(role)}
     has_none = _has_none(demand, numerics, places)
     if asked == "on" and has_none and demand.command == "train":  # others take a run's setting as it is
-        notes.problem("links", f"weight_sync.delta=on has no effect: {has_none}; leave it out")
+        notes.problem(f"weight_sync.delta=on has no effect: {has_none}; leave it out")
     if has_none:
         if demand.generator is not None:
             notes.settle("weight_sync.delta", asked, "off", has_none)

@@ -25,9 +25,7 @@ def settle_numerics(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes
         _check_capability(demand, numerics.dtype, cluster, notes)
     _check_compile(demand, numerics.dtype, cluster, notes)
     if demand.trainer.float8 and "torchao" not in facts.packages and _may_have_float8(cluster):
-        notes.problem(
-            "numerics", "trainer.float8=True needs torchao; install it: pip install torchao==0.18.0"
-        )
+        notes.problem("trainer.float8=True needs torchao; install it: pip install torchao==0.18.0")
     return numerics
 
 
@@ -44,7 +42,6 @@ def _dtype(demand: Demand, facts: Facts, cluster: Cluster, notes: Notes) -> Lite
             value, why = asked, "asked for"
             if asked == "bfloat16" and slow and _is_wide(facts):
                 notes.problem(
-                    "numerics",
                     f"{demand.name('dtype')}=bfloat16 takes many times as long as float32 on {slow}, whose "
                     f"CPU has no instructions for it; set it to float32, or use hosts that have them",
                 )
@@ -83,7 +80,7 @@ def _cuda_graphs(demand: Demand, cluster: Cluster, notes: Notes) -> bool:
         return bool(cluster.gpus)
     asked = demand.generator.cuda_graphs
     if asked == "on" and not cluster.gpus:
-        notes.problem("numerics", f"{demand.name('generator.cuda_graphs')}=on needs a GPU; set it to off")
+        notes.problem(f"{demand.name('generator.cuda_graphs')}=on needs a GPU; set it to off")
     if asked != "auto":
         notes.settle("generator.cuda_graphs", asked, asked, "asked for")
         return asked == "on"
@@ -97,14 +94,12 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
     is_old = f"this is a {weakest.name}, {weakest.capability[0]}.{weakest.capability[1]}"
     if dtype == "bfloat16" and weakest.capability < _BFLOAT16:
         notes.problem(
-            "numerics",
             f"dtype=bfloat16 needs GPUs of compute capability 8.0 or more ({is_old}); "
             + ("adapters need it: use newer GPUs" if _samples_adapters(demand) else "set --dtype float32"),
         )
     if dtype == "float32" and _samples_adapters(demand):
         remedy = "set it to bfloat16" if weakest.capability >= _BFLOAT16 else f"use newer GPUs ({is_old})"
         notes.problem(
-            "numerics",
             f"{demand.name('dtype')}=float32 does not go with adapters on a GPU, because vLLM's kernels take "
             f"16 bits; {remedy}",
         )
@@ -112,12 +107,10 @@ def _check_capability(demand: Demand, dtype: str, cluster: Cluster, notes: Notes
         return
     if not _may_have_float8(cluster):
         notes.problem(
-            "numerics",
             f"trainer.float8=True needs GPUs of compute capability 8.9 or more ({is_old}); set it to False",
         )
     elif not demand.trainer.compile:
         notes.problem(
-            "numerics",
             "trainer.float8=True without trainer.compile is slower than bfloat16 on a GPU; set "
             "--trainer.compile True",
         )
@@ -132,9 +125,8 @@ def _check_compile(demand: Demand, dtype: str, cluster: Cluster, notes: Notes) -
         return
     layouts = [layout for role in ENGINE_ROLES if (layout := ROLES[role].layout(demand))]
     if not cluster.gpus:
-        notes.problem("numerics", "trainer.compile=True needs a GPU; set it to False")
+        notes.problem("trainer.compile=True needs a GPU; set it to False")
     elif dtype != "bfloat16" or max(layout.context_parallel for layout in layouts) > 1:
         notes.problem(
-            "numerics",
             "trainer.compile=True needs dtype=bfloat16 and no context parallelism; set it to False",
         )

@@ -24,7 +24,6 @@ def presences(demand: Demand, roles: Sequence[RoleName], notes: Notes) -> Presen
         return {phase: dict.fromkeys(roles, "whole") for phase in PHASES}
     if demand.overlap:
         notes.problem(
-            "phases",
             "placement=by_turns does not go with max_offpolicy_steps or stream_groups, with which generators "
             "and trainer work at the same time; set both to 0, or placement to auto",
         )

@@ -84,7 +84,7 @@ def deal_out(demand: Demand, cluster: Cluster, notes: Notes) -> Places | None:
     if cluster.gpus:
         _check_one_role(on_devices, allowed, demand, cluster, notes)
     elif demand.sharing in ("alone", "side_by_side"):
-        notes.problem("places", f"placement={demand.sharing} has no effect without GPUs; leave it out")
+        notes.problem(f"placement={demand.sharing} has no effect without GPUs; leave it out")
     if len(notes.problems) > before:
         return None
     started = _members(roles)
@@ -126,7 +126,6 @@ def _settle_sharing(
     if shared and demand.sharing == "alone":
         parts = " + ".join(f"{of.role} {of.num_procs}" for of in on_devices)
         notes.problem(
-            "places",
             f"{needed} processes ({parts}) need a GPU each but {_have(cluster)} {num_gpus}{apart}; use "
             f"fewer, or set --placement side_by_side",
         )
@@ -160,7 +159,6 @@ def _check_one_role(
             if len(by_host) < len(cluster.hosts):
                 where = f"host {allowed[of.role][0]}" if len(by_host) == 1 else f"{len(by_host)} hosts"
             notes.problem(
-                "places",
                 f"{of.role} has {of.procs_of_each} processes and {where} {num_gpus} "
                 f"GPU{'s' * (num_gpus > 1)}: those of one role cannot share; use fewer",
             )
@@ -169,7 +167,6 @@ def _check_one_role(
             for host, count in on_host.items():
                 if count > len(cluster.hosts[host].gpus):
                     notes.problem(
-                        "places",
                         f"{of.role} has {count} of its {of.procs_of_each} processes on host {host}, which "
                         f"has {len(cluster.hosts[host].gpus)} GPUs: those of one role cannot share; use "
                         f"fewer, or name other hosts with --{demand.name(f'{of.role}.hosts')}",
@@ -185,7 +182,6 @@ def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> No
         most = _PROCESSES_PER_GPU * len(cluster.gpus) + num_cores
     if total > most:
         notes.problem(
-            "places",
             f"{total} processes are more than {_cluster_name(cluster)} can hold ({cluster}: at most {most}); "
             f"use fewer",
         )
@@ -194,7 +190,6 @@ def _check_number(roles: Sequence[Wanted], cluster: Cluster, notes: Notes) -> No
     needed = sum(GIB_OF_PROCESS[ROLES[of.role].kind] * of.num_procs for of in roles)
     if not cluster.gpus and needed > free:
         notes.problem(
-            "places",
             f"{total} processes take {needed:.1f} GiB before they load a model, and {_cluster_name(cluster)} "
             f"{'has' if len(cluster.hosts) == 1 else 'have'} {free:.1f} free; use fewer",
         )

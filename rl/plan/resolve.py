@@ -37,11 +37,11 @@ def resolve(demand: Demand, facts: Facts, cluster: Cluster) -> Plan | tuple[Prob
     plan, problems = _resolve_sharing(demand, facts, cluster)
     if plan is not None:
         return plan
-    if not any(problem.made_by == "fit" for problem in problems):
+    if not any(problem.is_of_fit for problem in problems):
         return problems
     remedy = _remedy(demand, facts, cluster, problems)
     return tuple(
-        replace(problem, text=f"{problem.text}; {remedy}") if problem.made_by == "fit" else problem
+        replace(problem, text=f"{problem.text}; {remedy}") if problem.is_of_fit else problem
         for problem in problems
     )
 
@@ -52,7 +52,7 @@ def _resolve_sharing(
     """placement=auto: by turns where GPUs' memory is all that is missing, since each switch costs seconds."""
     plan, problems = _resolve(demand, facts, cluster)
     may_take_turns = demand.command in TAKE_TURNS and demand.sharing == "auto" and not demand.overlap
-    is_full = all(problem.made_by == "fit" for problem in problems)
+    is_full = all(problem.is_of_fit for problem in problems)
     if plan is not None or not (may_take_turns and cluster.gpus and is_full):
         return plan, problems
     plan, _ = _resolve(replace(demand, sharing="by_turns"), facts, cluster)
@@ -94,7 +94,7 @@ def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | Non
     ways = links(demand, facts, numerics)
     check_loads(demand, ways, places, cluster, notes)
     delta = settle_delta(demand, numerics, places, cluster, notes)
-    if not any(problem.made_by == "fit" for problem in notes.problems):  # of weights that fit elsewhere
+    if not any(problem.is_of_fit for problem in notes.problems):  # of weights that fit elsewhere
         check_shared_memory(demand, published, cluster, notes)
     if notes.problems:
         return None, tuple(notes.problems)
@@ -159,7 +159,7 @@ def _remedy(demand: Demand, facts: Facts, cluster: Cluster, problems: tuple[Prob
 
     def fits(changed: Demand) -> bool:
         _, left = _resolve_sharing(changed, facts, cluster)
-        return not any(problem.made_by == "fit" or problem.text not in before for problem in left)
+        return not any(problem.is_of_fit or problem.text not in before for problem in left)
 
     shape = facts.models["trainer"].shape
     has_experts = shape is not None and shape.num_moe_layers > 0

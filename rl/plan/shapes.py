@@ -23,18 +23,16 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
     if shape is not None and shape.num_moe_layers and trainer.lora.rank and not cluster.gpus:
         # vLLM 0.32 samples with an adapter beside experts by kernels of Triton's, which has no CPU.
         notes.problem(
-            "shapes",
             f"trainer.lora.rank={trainer.lora.rank} of a model with experts needs a GPU, because vLLM's "
             f"kernels do; set it to 0",
         )
     if trainer.engine == "titan":
         width = facts.models["trainer"].expert_width
         if why := why_no_split(width, numerics.dtype, trainer.layout.tensor_parallel):
-            notes.problem("shapes", why)
+            notes.problem(why)
     multiple, device = (16, "GPU") if cluster.gpus else (32, "CPU")
     if demand.generator is not None and demand.generator.block_size % multiple:
         notes.problem(
-            "shapes",
             f"generator.block_size={demand.generator.block_size} is not a multiple of {multiple}, as on a "
             f"{device} it has to be",
         )
@@ -44,13 +42,11 @@ def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
     tokens, longest = demand.trainer.micro_batch_tokens, longest_sequence(demand, facts)
     if tokens < longest and demand.command != "eval":  # in which nothing is packed
         notes.problem(
-            "shapes",
             f"{demand.name('trainer.micro_batch_tokens')}={tokens} holds no sequence of {longest} tokens; "
             f"raise it, or lower {demand.name('max_seq_len')}",
         )
     if demand.reference is not None and (positions := facts.models["reference"].positions) < longest:
         notes.problem(
-            "shapes",
             f"the reference's model has {positions} positions, and sequences may have {longest} tokens; set "
             f"--max_seq_len {positions}, or give another --reference.model.path",
         )
@@ -60,7 +56,7 @@ def _check_vocabulary(demand: Demand, facts: Facts, notes: Notes) -> None:
     for role in ENGINE_ROLES:
         layout, shape = ROLES[role].layout(demand), facts.models[role].shape if role in facts.models else None
         if layout is not None and shape is not None and (why := why_no_vocabulary(shape.vocab_size, layout)):
-            notes.problem("shapes", f"{demand.name(f'{role}.layout')}.{why}")
+            notes.problem(f"{demand.name(f'{role}.layout')}.{why}")
 
 
 def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:
@@ -72,14 +68,13 @@ def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:
             if heads % layout.tensor_parallel:
                 divisors = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
                 notes.problem(
-                    "shapes",
                     f"{demand.name(f'{role}.layout')}.tensor_parallel={layout.tensor_parallel} does not "
                     f"divide the model's {key}={heads}; use one of {divisors}",
                 )
     if demand.generator is not None:
         why = why_not_sampled_by(demand.generator.tensor_parallel, facts.models["trainer"].heads)
         if why:
-            notes.problem("shapes", f"generator.tensor_parallel={demand.generator.tensor_parallel} {why}")
+            notes.problem(f"generator.tensor_parallel={demand.generator.tensor_parallel} {why}")
 
 
 def why_not_sampled_by(split: int, heads: Mapping[str, int]) -> str:
@@ -102,7 +97,6 @@ def _check_adapter(demand: Demand, facts: Facts, notes: Notes) -> None:
     lora, layers, shape = demand.trainer.lora, facts.models["trainer"].layers, facts.models["trainer"].shape
     if demand.max_rank > LORA_RANKS[-1]:
         notes.problem(
-            "shapes",
             f"{demand.name('trainer.lora.rank')}={demand.max_rank} is over {LORA_RANKS[-1]}, the most that "
             f"vLLM serves; use less",
         )
@@ -112,7 +106,6 @@ def _check_adapter(demand: Demand, facts: Facts, notes: Notes) -> None:
         layers = frozenset(OF_ATTENTION)  # experts have no adapters
     if layers and (unknown := sorted(set(lora.targets) - layers)):
         notes.problem(
-            "shapes",
             f"trainer.lora.targets names {', '.join(unknown)}, which the model does not have; its layers: "
             f"{', '.join(sorted(layers))}",
         )

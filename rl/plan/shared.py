@@ -53,7 +53,6 @@ def check_shared_memory(
             where = host_name(number, cluster) if len(cluster.hosts) > 1 else "this host"
             otherwise = "" if demand.command == "serve" else ", or use --weight_sync.transport torchstore"
             notes.problem(
-                "shared memory",
                 f"{where} has {capacity:.2f} GiB of shared memory, and published weights take "
                 f"{needed / GIB:.2f}; enlarge /dev/shm (docker run --shm-size=...){otherwise}",
             )

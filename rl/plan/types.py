@@ -123,10 +123,10 @@ class Settled:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why there is no Plan. made_by: the pass."""
+    """Why there is no Plan. is_of_fit: too little memory, for which there may be a remedy."""
 
     text: str
-    made_by: str
+    is_of_fit: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class Notes:
         self.problems: list[Problem] = []
         self.settled: list[Settled] = []
 
-    def problem(self, made_by: str, text: str) -> None:
-        self.problems.append(Problem(text, made_by))
+    def problem(self, text: str, is_of_fit: bool = False) -> None:
+        self.problems.append(Problem(text, is_of_fit))
 
     def settle(self, setting: str, asked: object, value: object, why: str) -> None:
         self.settled.append(Settled(setting, str(asked), str(value), why))
