@@ -159,7 +159,7 @@ def _problem(name: str, value: Any, hint: Any) -> str | None:
     if not fits(value, hint):
         of_class = isinstance(value, type) and issubclass(value, _classes(hint))
         remedy = f"; write {value.__name__}(...)" if of_class else ""
-        return f"{name}={shown(value)} must be {_words(hint)}{remedy}"
+        return f"{name}={shown(value)} must be {describe_type(hint)}{remedy}"
     if get_origin(hint) in (Union, types.UnionType):  # of which one part fits
         return _problem(name, value, next(kind for kind in get_args(hint) if fits(value, kind)))
     numbers = value if isinstance(value, tuple) else (value,)
@@ -222,11 +222,6 @@ def _expanded(value: Any) -> Any:
     return expand_paths(value) if is_instance(value) else value
 
 
-def describe_type(hint: Any) -> str:
-    """What a value of this type is, in words."""
-    return _words(hint)
-
-
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type; true of types that cannot be checked."""
     origin, parts = get_origin(hint), get_args(hint)
@@ -278,18 +273,19 @@ def _a(word: str) -> str:
     return f"{'an' if word[0] in 'aeiouAEIOU' else 'a'} {word}"
 
 
-def _words(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
+    """What a value of this type is, in words."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _words(parts[0])
+        return describe_type(parts[0])
     if origin is Literal:
         return f"one of {', '.join(map(repr, parts))}"
     if origin in (Union, types.UnionType):
-        return " or ".join(map(_words, parts))
+        return " or ".join(map(describe_type, parts))
     if origin is tuple:
         several = "each " if len(parts) > 1 and parts[1] is not ... else ""
         number = f"{len(parts)} values" if several else "values"
-        return f"a tuple of {number}, {several or 'each '}{_words(parts[0])}"
+        return f"a tuple of {number}, {several or 'each '}{describe_type(parts[0])}"
     if hint in _WORDS:
         return _WORDS[hint]
     return _a(hint.__name__) if isinstance(hint, type) else "something else"

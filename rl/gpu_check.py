@@ -139,7 +139,8 @@ def gpu_check(arguments: Sequence[str]) -> int:
             reason, *rest = wrong.splitlines() or [""]
             print(f"{reason or _words(figures)} ({seconds})")
             print("".join(f"        {line}\n" for line in rest), end="", flush=True)
-            failed += [check.name] * bool(wrong)
+            if wrong:
+                failed.append(check.name)
     print(f"\n{'failed: ' + ', '.join(failed) if failed else 'all that could run passed'}")
     if machine.gpus:
         print("please report this table, with the model and the output of rl doctor")

@@ -181,6 +181,10 @@ class ProcessInfo:
     device: str
     lease: str = ""
 
+    @property
+    def place(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
 
 def process_info(device: str = "cpu") -> ProcessInfo:
     """Of this process."""

@@ -50,8 +50,7 @@ class Births:
         while (process := self._one_that_is_gone()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
         await asyncio.sleep(_PATIENCE_SECONDS)
-        where = f"pid {process.pid} on {process.host}"
-        raise ProcessDied(self._caller.death(self._name, verb, where))
+        raise ProcessDied(self._caller.death(self._name, verb, process.place))
 
     def _one_that_is_gone(self) -> ProcessInfo | None:
         if len(self._born) < self._num_procs:

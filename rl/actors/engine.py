@@ -94,7 +94,7 @@ class EngineHandle:
         """The other ranks' collectives fail at once; Monarch may notice a death seconds later."""
         for rank, process in enumerate(self._caller.processes):
             if is_gone(process):
-                process_name, where = f"{self.name} rank {rank}", f"pid {process.pid} on {process.host}"
+                process_name, where = f"{self.name} rank {rank}", process.place
                 raise EngineDied(self._caller.death(process_name, method, where)) from error
 
     async def _watch(self, method: str) -> None:
@@ -109,14 +109,14 @@ class EngineHandle:
             if not gone:
                 complete = loop_seconds()
             elif loop_seconds() - complete > _PATIENCE_SECONDS:
-                where = f"pid {gone[0].pid} on {gone[0].host}"
+                where = gone[0].place
                 raise EngineDied(self._caller.death(self.name, method, where))
             stopped = [process for process in self._caller.processes if is_stopped(process)]
             if not stopped:
                 running = loop_seconds()
             if loop_seconds() - running > limit:
                 raise EngineDied(
-                    f"{self.name} is stopped in {method} (pid {stopped[0].pid} on {stopped[0].host}, for "
+                    f"{self.name} is stopped in {method} ({stopped[0].place}, for "
                     f"over {limit:.0f} s); continue it with kill -CONT, or raise --deadlines.progress"
                 )
 

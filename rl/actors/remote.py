@@ -199,7 +199,7 @@ class Caller:
             is_late = loop_seconds() - complete > _SILENCE_SECONDS
             for process in gone:
                 if process.lease or is_late:
-                    raise ProcessDied(self.death(self.name, verb, f"pid {process.pid} on {process.host}"))
+                    raise ProcessDied(self.death(self.name, verb, process.place))
 
     def _died(self, process_name: str, where: str, verb: str, error: SupervisionError) -> RunError:
         if failed := _OWN_ERROR.search(str(error)):  # what an actor's constructor raises arrives as text
@@ -225,7 +225,7 @@ class Caller:
         return self._where(self.processes)
 
     def _where(self, processes: Sequence[ProcessInfo]) -> str:
-        return ", ".join(f"pid {p.pid} on {p.host}" for p in processes) or "it has not answered yet"
+        return ", ".join(process.place for process in processes) or "it has not answered yet"
 
 
 def _last_line(error: Exception) -> str:

@@ -281,7 +281,7 @@ class _Start:
 
 
 def _hosts_of(replicas: Sequence[ReplicaPlan]) -> frozenset[int]:
-    return frozenset(process.host for replica in replicas for process in replica.processes)
+    return frozenset(host for replica in replicas for host in replica.hosts)
 
 
 async def _stop(meshes: list[Any]) -> None:

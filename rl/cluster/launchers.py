@@ -66,7 +66,7 @@ class Launcher(Protocol):
         """Release these files of published weights on all other hosts."""
         ...
 
-    async def lost(self, hosts: Collection[int], others: Collection[int] = ()) -> frozenset[int]:
+    async def lost(self, hosts: Collection[int], others: Collection[int]) -> frozenset[int]:
         """Those that do not answer, after `deadlines.start`; of the others, those that do not answer now."""
         ...
 
@@ -104,7 +104,7 @@ class ThisHost:
     async def release(self, paths: Sequence[str]) -> None:
         pass
 
-    async def lost(self, hosts: Collection[int], others: Collection[int] = ()) -> frozenset[int]:
+    async def lost(self, hosts: Collection[int], others: Collection[int]) -> frozenset[int]:
         return frozenset()
 
     def host(self, number: int) -> Host:
@@ -174,7 +174,7 @@ class Hosts:
     def _held(self) -> list[Lease]:
         return [*self._leases, *self._joining.leases]
 
-    async def lost(self, hosts: Collection[int], others: Collection[int] = ()) -> frozenset[int]:
+    async def lost(self, hosts: Collection[int], others: Collection[int]) -> frozenset[int]:
         async def is_lost(host: int) -> bool:
             try:
                 await self._lease_of(host).worker(None if host in hosts else 0.0)

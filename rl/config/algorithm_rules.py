@@ -149,9 +149,9 @@ def _tokenizers(config: RunConfig, teacher: ModelSource) -> list[str]:
             HFTokenizer(source.materialize(Path(directory) / name)).vocabulary
             for name, source in (("teacher", teacher), ("student", config.model))
         )
-    return [
-        "reference.model has another tokenizer than the model; use a teacher that reads the same tokens"
-    ] * (theirs != ours)
+    if theirs == ours:
+        return []
+    return ["reference.model has another tokenizer than the model; use a teacher that reads the same tokens"]
 
 
 def without_effect(config: RunConfig) -> list[str]:

@@ -57,9 +57,8 @@ def validate(
     if command != "replay":
         problems += check_judge(config)
     problems += check_replay(config)
-    problems += [f"trainer.betas={config.trainer.betas} must lie in [0, 1)"] * any(
-        not 0 <= b < 1 for b in config.trainer.betas
-    )
+    if not all(0 <= beta < 1 for beta in config.trainer.betas):
+        problems.append(f"trainer.betas={config.trainer.betas} must lie in [0, 1)")
     model_problems = config.model.validate()
     problems += model_problems
     if not model_problems:

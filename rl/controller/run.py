@@ -77,11 +77,10 @@ def run(
             remove_unfinished(run_dir)
             if asked_for and not is_named:  # one that lacked only its name has it now
                 config, _ = with_newest_checkpoint(source or recipe, replace(config, resume=asked_for))
-            is_its_own = is_own(config.resume, run_dir)
-            if left := abandon_after(run_dir, step_of(config.resume) if is_its_own else -1):
-                print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
-        resumed_at = step_of(config.resume) if config.resume else 0
-        replays = what_a_replay_needs(config, resumed_at, not config.resume or is_own(config.resume, run_dir))
+        resumed_at, is_its_own = step_of(config.resume), is_own(config.resume, run_dir)
+        if in_place and (left := abandon_after(run_dir, resumed_at if is_its_own else -1)):
+            print(f"{left}; going on from {config.resume or 'the beginning'}", flush=True)
+        replays = what_a_replay_needs(config, resumed_at, not config.resume or is_its_own)
         for line in [*changed_settings(config), *replays]:
             print(line, flush=True)
         lasting = config if hosts_last else replace(config, hosts="")
@@ -89,7 +88,7 @@ def run(
         began = began_from(run_dir) if in_place else config.resume and os.path.abspath(config.resume)
         write_config(run_dir, source or recipe, replace(lasting, resume=began))
         drop_origin(run_dir)
-        if began and not is_own(config.resume, run_dir):
+        if began and not is_its_own:
             keep_origin(began, run_dir)
     except OSError as error:
         raise ConfigError(

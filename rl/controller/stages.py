@@ -53,7 +53,7 @@ class RunStages:
         self._data = SupervisedData(learning.env, tokenizer, learning.seed)
         self._rollouts = rollouts(learning, tokenizer, actors)
         self._updaters = updaters(learning, actors)
-        self._controls = self._controls_with({})
+        self._controls = Controls(self._learning, {})
         self.buffer: RolloutBuffer | None = None
         self._only_evaluating = False
         self._save_clock = SaveClock(learning.rhythm.save_every_minutes)
@@ -70,7 +70,7 @@ class RunStages:
         await actors.enter("score")
         state = await load_checkpoint(actors, self._checkpoint)
         if self._checkpoint:
-            self._controls = self._controls_with(state)
+            self._controls = Controls(self._learning, state)
         else:
             await self._warm_up()
         if learning.algorithm.samples_rollouts:
@@ -108,9 +108,6 @@ class RunStages:
         yield self._actors.generators.until_dead()
         if self.buffer is not None:
             yield self.buffer.follow(self._served, self._actors.generators.changed)
-
-    def _controls_with(self, state: Mapping[str, Any]) -> Controls:
-        return Controls(self._learning, state)
 
     @property
     def _policy(self) -> Updater:
@@ -181,7 +178,7 @@ class RunStages:
             entropy.observe(learned["entropy"])
             return learned
         except (StepFailed, PolicyMismatch) as failure:
-            self._controls = self._controls_with(before)  # as the checkpoint of the step before has them
+            self._controls = Controls(self._learning, before)  # as the checkpoint of the step before has them
             if isinstance(failure, StepFailed):
                 raise await self._give_up(step, failure) from failure
             self._updating = critic is not None  # else all is as it was after that step

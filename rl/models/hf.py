@@ -36,8 +36,8 @@ _EXPERT_NAMES = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_pro
 _ROOT_NAMES = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _SHARD_BYTES = 4 << 30
 HEAD = "lm_head.weight"
-WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 """The file of a model whose weights are one."""
 
 

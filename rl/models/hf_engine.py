@@ -113,7 +113,7 @@ class HFEngine(Engine):
                     chosen = [(model.packed, shares, self._checked_disk_tensors(model.lm))]
                 else:
                     with torch.device("meta"):
-                        model = HFModel(self._random_lm(), self.config.head == "value")
+                        model = HFModel(_random_lm(self._model_dir), self.config.head == "value")
         assert model is not None
         dist.broadcast_object_list(chosen, src=0)
         packed, self._shares_prefixes, self._disk = chosen[0]
@@ -163,7 +163,7 @@ class HFEngine(Engine):
         hf_checks.check_unquantized(self._hf_config)
         try:
             if self.config.seed is not None:
-                return self._random_lm()
+                return _random_lm(self._model_dir)
             return self._read(self._model_dir)
         except (ValueError, KeyError) as error:
             message = f"transformers has no causal language model for {self._model_dir}: {error}"
@@ -176,9 +176,6 @@ class HFEngine(Engine):
         )
         self._check_loaded(model, loaded, model_dir)
         return model
-
-    def _random_lm(self) -> transformers.PreTrainedModel:
-        return _random_lm(self._model_dir)
 
     @staticmethod
     def draw(model_dir: str | Path, seed: int) -> dict[str, torch.Tensor]:

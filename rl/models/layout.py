@@ -38,6 +38,11 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def parameter_shards(self) -> int:
+        """Parts that FSDP cuts each tensor of a copy into."""
+        return self.shard * self.context_parallel
+
+    @property
     def procs_per_row(self) -> int:
         """Neighbouring ranks that work on the same sequences."""
         return self.context_parallel * self.tensor_parallel
@@ -57,13 +62,13 @@ def why_no_split(expert_width: int, dtype: str, tensor_parallel: int) -> str:
     )
 
 
-def why_no_vocabulary(vocab_size: int, layout: "Layout") -> str:
+def why_no_vocabulary(vocab_size: int, layout: Layout) -> str:
     """Why a layout cannot split the embedding and the head; empty if it can.
 
     torch's FSDP cuts each of tensor parallelism's parts, and DTensor reads the pieces as if they were of one
     size: another piece than the one a rank has, where the parts are not (torch 2.13).
     """
-    tp, fsdp = layout.tensor_parallel, layout.shard * layout.context_parallel
+    tp, fsdp = layout.tensor_parallel, layout.parameter_shards
     if tp == 1 or fsdp == 1 or vocab_size % tp == 0:
         return ""
     return (

@@ -58,7 +58,7 @@ class TitanEngine(Engine):
             context_parallel_degree=layout.context_parallel,
             tensor_parallel_degree=layout.tensor_parallel,
             # Unsharded weights need not be gathered, that is cast, once more for backward.
-            fsdp_reshard_after_forward="never" if layout.shard * layout.context_parallel == 1 else "default",
+            fsdp_reshard_after_forward="never" if layout.parameter_shards == 1 else "default",
             spmd_backend="partial_dtensor",
         )
         spec = model_spec(self._hf_config, packed_attention=self._packed_attention, head=config.head)

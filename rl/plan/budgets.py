@@ -9,7 +9,7 @@ from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
 from rl.plan.model_shape import BYTES
-from rl.plan.phases import TAKE_TURNS, Presences, remaining
+from rl.plan.phases import Presences, remaining
 from rl.plan.places import Places
 from rl.plan.roles import ENGINE_ROLES, ROLES
 from rl.plan.specs import Spec
@@ -108,7 +108,7 @@ def generators_cache(
     elif places.beside("generator"):
         cache = max(_left(demand, taken, present, places, cluster), least)
         value, why = f"{cache:.4g}", f"what the other roles leave of the fullest GPU: {_words(cache / least)}"
-        if demand.sharing == "auto" and demand.command in TAKE_TURNS and not demand.overlap:
+        if demand.sharing == "auto" and demand.may_take_turns:
             why += "; more with placement=by_turns"
     else:
         room = min(cluster.hosts[host].gpus[gpu].gib for host, gpu in places.devices_of("generator")) * USABLE

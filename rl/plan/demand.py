@@ -89,6 +89,11 @@ class Demand:
         return self.names.get(setting, setting)
 
     @property
+    def may_take_turns(self) -> bool:
+        """Whether roles may leave their devices to each other: in some phases some do not work."""
+        return self.command in ("train", "eval") and not self.overlap
+
+    @property
     def learned_adapters(self) -> LoRA:
         """All that the trainer may learn at a time, as one."""
         lora = self.clients_adapters

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 
-from rl.models.generator.vllm_config import Fill
 from rl.models.layout import Layout
+from rl.plan.budgets import gib
 from rl.plan.cluster import USABLE, Cluster
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.memory import GIB
@@ -53,7 +53,7 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
     spare = [host for host in trainer.spare_hosts if host not in lost]
     staying = [replica for replica in plan.replicas if replica.role not in ENGINE_ROLES]
     for replica in _engines(plan):
-        before = _hosts(replica)
+        before = replica.hosts
         now = tuple(host for host in before if host not in lost)
         added = [host for host in spare if host not in now][: len(before) - len(now)]
         if busy := [host for host in added if any(device[0] == host for device in _devices(staying))]:
@@ -82,7 +82,7 @@ def without(plan: Plan, demand: Demand, facts: Facts, lost: Collection[int]) -> 
 def _without_any(plan: Plan, demand: Demand, lost: Collection[int]) -> str:
     """What goes with these hosts that the run cannot do without: it ends, unless they are back in time."""
     for role in dict.fromkeys(r.role for r in plan.replicas if r.role not in ENGINE_ROLES):
-        if {process.host for r in plan.of(role) for process in r.processes} <= {*lost}:
+        if {host for replica in plan.of(role) for host in replica.hosts} <= {*lost}:
             return f", but no {role} process is left; set {demand.name(f'{role}.hosts')} to more hosts"
     if demand.transport == "torchstore" and 0 in lost:
         return ", but torchstore's process is gone; set weight_sync.transport=shared_memory"
@@ -104,13 +104,13 @@ def _without_room(engines: Sequence[Replica], staying: Sequence[Replica], cluste
 
 
 def engine_hosts(plan: Plan) -> Hosts:
-    return tuple(dict.fromkeys(host for replica in _engines(plan) for host in _hosts(replica)))
+    return tuple(dict.fromkeys(host for replica in _engines(plan) for host in replica.hosts))
 
 
 def _losses(demand: Demand, plan: Plan) -> Iterator[Hosts]:
     """Every set of hosts that engines may lose, the small ones first, as far as they can be looked at."""
     hosts, trainer = engine_hosts(plan), demand.trainer
-    fewest = min(len(_hosts(replica)) for replica in _engines(plan))
+    fewest = min(len(replica.hosts) for replica in _engines(plan))
     most = (fewest - trainer.min_hosts if trainer.min_hosts else 0) + len(trainer.spare_hosts)
     for count in range(1, max(1, most) + 1):
         yield from islice(combinations(hosts, count), _MOST_LOSSES)
@@ -118,7 +118,7 @@ def _losses(demand: Demand, plan: Plan) -> Iterator[Hosts]:
 
 def _problems(demand: Demand, plan: Plan) -> list[str]:
     trainer, hosts = demand.trainer, engine_hosts(plan)
-    most = max(len(_hosts(replica)) for replica in _engines(plan))
+    most = max(len(replica.hosts) for replica in _engines(plan))
     least, spare = (demand.name(f"trainer.{name}") for name in ("min_hosts", "spare_hosts"))
     problems = []
     if trainer.min_hosts >= most > 0:
@@ -142,16 +142,11 @@ def _with_caches(demand: Demand, plan: Plan) -> Demand:
     spec = plan.of("generator")[0].spec
     assert isinstance(spec, GeneratorSpec)
     cache = spec.config.kv_cache_gib
-    gib = cache.expected_gib if isinstance(cache, Fill) else cache
-    return replace(demand, generator=replace(demand.generator, kv_cache_gib=gib))
+    return replace(demand, generator=replace(demand.generator, kv_cache_gib=gib(cache)))
 
 
 def _engines(plan: Plan) -> list[Replica]:
     return [replica for replica in plan.replicas if replica.role in ENGINE_ROLES]
-
-
-def _hosts(replica: Replica) -> Hosts:
-    return tuple(dict.fromkeys(process.host for process in replica.processes))
 
 
 def _devices(replicas: Collection[Replica]) -> set[tuple[int, int]]:
@@ -181,5 +176,5 @@ def _with(demand: Demand, role: RoleName, layout: Layout, hosts: Hosts) -> Deman
 
 
 def _shown(replica: Replica) -> str:
-    hosts = " ".join(map(str, _hosts(replica)))
+    hosts = " ".join(map(str, replica.hosts))
     return f"{len(replica.processes)} processes on hosts {hosts}"

@@ -64,7 +64,7 @@ def engine_memory(
     layout, size = config.layout, BYTES[config.dtype]
     if config.head == "value" and kind == "titan":
         shape = replace(shape, tied=True)  # a vector is in the place of the language model's head
-    tp, fsdp = layout.tensor_parallel, layout.shard * layout.context_parallel
+    tp, fsdp = layout.tensor_parallel, layout.parameter_shards
     of_rank = shape.matrices / (fsdp * tp) + shape.vectors / fsdp
     frozen = config.adapters
     parts = {"weights": of_rank * (size if frozen else _FP32)}
@@ -94,7 +94,7 @@ def _learning(config: EngineConfig, lora: LoRA, learns: bool) -> Learning:
 def _gathered(shape: ModelShape, config: EngineConfig, learns: bool, size: int) -> float:
     """What FSDP2 holds in the compute dtype: all of the model where one rank has it, else two layers."""
     layout = config.layout
-    tp, fsdp = layout.tensor_parallel, layout.shard * layout.context_parallel
+    tp, fsdp = layout.tensor_parallel, layout.parameter_shards
     if fsdp > 1:
         elements = 2 * shape.layer_matrices + shape.vocabulary
     else:

@@ -13,8 +13,6 @@ from rl.plan.types import PHASES, Notes, Phase, Stay
 Presence = Literal["whole", "suspended"]
 Presences = Mapping[Phase, Mapping[RoleName, Presence]]
 
-TAKE_TURNS = ("train", "eval")
-"""Commands that enter phases in which some of their roles do not work."""
 _KEPT = ("overhead",)
 """Parts of a suspended process's memory that stay on its device. What leaves goes to the host."""
 

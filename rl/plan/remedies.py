@@ -8,7 +8,6 @@ from rl.models.layout import Layout
 from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand
 from rl.plan.model_shape import OF_ATTENTION
-from rl.plan.phases import TAKE_TURNS
 
 _SELECTIVE = "--trainer.activation_checkpointing selective"
 _FULL = "--trainer.activation_checkpointing full"
@@ -29,7 +28,7 @@ def changes(demand: Demand, cluster: Cluster, has_experts: bool = False) -> Iter
         generator = replace(demand.generator, kv_cache_gib=gib)
         yield f"set --generator.kv_cache_gib {gib:g}", replace(demand, generator=generator)
     stay = demand.sharing == "side_by_side" or (demand.sharing == "auto" and not cluster.gpus)
-    if demand.command in TAKE_TURNS and stay and not demand.overlap:
+    if demand.may_take_turns and stay:
         yield "set --placement by_turns", replace(demand, sharing="by_turns")
     if demand.learns:
         yield from _less_computed(demand, trainer)

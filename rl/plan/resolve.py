@@ -23,7 +23,7 @@ from rl.plan.fit import check_fit
 from rl.plan.links import check_loads, links, settle_delta
 from rl.plan.memory import Memory
 from rl.plan.numerics import settle_numerics
-from rl.plan.phases import TAKE_TURNS, by_phase, presences, stays
+from rl.plan.phases import by_phase, presences, stays
 from rl.plan.places import deal_out, threads
 from rl.plan.remedies import changes, last_remedy
 from rl.plan.roles import ROLES
@@ -51,9 +51,9 @@ def _resolve_sharing(
 ) -> tuple[Plan | None, tuple[Problem, ...]]:
     """placement=auto: by turns where GPUs' memory is all that is missing, since each switch costs seconds."""
     plan, problems = _resolve(demand, facts, cluster)
-    may_take_turns = demand.command in TAKE_TURNS and demand.sharing == "auto" and not demand.overlap
+    is_free = demand.may_take_turns and demand.sharing == "auto"
     is_full = all(problem.is_of_fit for problem in problems)
-    if plan is not None or not (may_take_turns and cluster.gpus and is_full):
+    if plan is not None or not (is_free and cluster.gpus and is_full):
         return plan, problems
     plan, _ = _resolve(replace(demand, sharing="by_turns"), facts, cluster)
     if plan is None:

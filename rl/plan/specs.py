@@ -5,7 +5,6 @@ from typing import Any
 
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
-from rl.models.layout import Layout
 from rl.plan.demand import Demand, Facts, RoleName
 from rl.plan.numerics import Numerics
 from rl.plan.types import Adapter, EngineSpec, GeneratorSpec, WorkerSpec
@@ -21,8 +20,8 @@ def longest_sequence(demand: Demand, facts: Facts) -> int:
 
 def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Spec]:
     """By role. A generator's cache is the one that is asked for, or 0."""
-    role_specs: dict[RoleName, Spec] = {"trainer": _trainer(demand, facts, numerics)}
-    trainer = _engine(demand, facts, demand.trainer.layout, numerics)
+    trainer = _engine(demand, facts, numerics)
+    role_specs: dict[RoleName, Spec] = {"trainer": _trainer(demand, trainer)}
     if demand.generator is not None:
         role_specs["generator"] = _generator(demand, facts, numerics)
     if demand.critic is not None:
@@ -41,9 +40,8 @@ def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Sp
     return role_specs
 
 
-def _engine(demand: Demand, facts: Facts, layout: Layout, numerics: Numerics) -> EngineConfig:
+def _engine(demand: Demand, facts: Facts, numerics: Numerics) -> EngineConfig:
     settled = {
-        "layout": layout,
         "dtype": numerics.dtype,
         "max_seq_len": longest_sequence(demand, facts),
         "adapters": demand.trainer.lora.rank > 0 or demand.clients_adapters is not None,
@@ -64,13 +62,13 @@ def _drawn(demand: Demand, role: RoleName, config: EngineConfig) -> EngineConfig
     return replace(config, seed=demand.seed) if role in demand.drawn else config
 
 
-def _trainer(demand: Demand, facts: Facts, numerics: Numerics) -> EngineSpec:
+def _trainer(demand: Demand, engine: EngineConfig) -> EngineSpec:
     lora, adapters = demand.trainer.lora, []
     if lora.rank:
         adapters.append(Adapter(POLICY, lora, demand.seed))
     if demand.reference_is_adapter:
         adapters.append(Adapter(REFERENCE, lora, demand.seed))
-    config = _drawn(demand, "trainer", _engine(demand, facts, demand.trainer.layout, numerics))
+    config = _drawn(demand, "trainer", engine)
     return EngineSpec(demand.trainer.engine, "model", config, tuple(adapters))
 
 

@@ -87,6 +87,11 @@ class Replica:
     processes: tuple[Process, ...]
     spec: EngineSpec | GeneratorSpec | WorkerSpec
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Each once, in the order of ranks."""
+        return tuple(dict.fromkeys(process.host for process in self.processes))
+
 
 Fallback = Callable[[Collection[int]], tuple[Replica, ...] | str]
 """Lost hosts -> trainer, critic and reference as they are without these; or why they cannot go on."""
@@ -163,7 +168,7 @@ class Plan:
     @property
     def hosts(self) -> dict[str, set[int]]:
         """Replica -> the hosts that its processes are on. Empty where all are on one."""
-        hosts = {replica.name: {process.host for process in replica.processes} for replica in self.replicas}
+        hosts = {replica.name: {*replica.hosts} for replica in self.replicas}
         return hosts if len(set[int]().union(*hosts.values())) > 1 else {}
 
     @property

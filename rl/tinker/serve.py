@@ -18,6 +18,7 @@ from rl.cluster.hosts import cluster_at
 from rl.cluster.launch import launch
 from rl.cluster.spawner import spec_of
 from rl.errors import ConfigError
+from rl.host_protocol import listen
 from rl.http_server import KEPT_SECONDS, Server
 from rl.hub import hub_id
 from rl.models.hf import max_positions, read_config
@@ -213,8 +214,7 @@ def names_of(config: ServeConfig, model_dir: Path) -> tuple[tuple[str, ...], str
 def _bind(host: str, port: int) -> socket.socket:
     """Before anything starts, so that a port that is taken costs no time. Raises ConfigError."""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return listen(host, port, backlog=2048)
     except OSError as error:
         raise ConfigError(
             f"{host}:{port} cannot be listened on ({error}); give another host or port"

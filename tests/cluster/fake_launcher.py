@@ -53,7 +53,7 @@ class FakeLauncher:
     async def release(self, paths):
         pass
 
-    async def lost(self, hosts, others=()):
+    async def lost(self, hosts, others):
         return frozenset()
 
     def host(self, number):
