@@ -15,7 +15,7 @@ from typing import Any
 
 from rl.config.run import RunConfig
 from rl.envs.base import Env, RolloutContext, derive_seed, held_out
-from rl.envs.chat.agent import AgentEnv
+from rl.envs.chat.agent import AgentEnv, door_for
 from rl.envs.chat.demonstration import chat_sample, taught_answer
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.host import EpisodeHost
@@ -90,12 +90,10 @@ def _made_elsewhere(env: Env) -> list[str]:
 
 
 async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsal) -> None:
-    from rl.envs.chat.endpoint import AgentEndpoint  # a web server, which only agents need
-
     env = config.env
     taught = env.train_problem(config.seed)
     problems = {problem.task: problem for problem in [*held_out(env), taught]}
-    door = AgentEndpoint(tokenizer)
+    door = door_for(env, tokenizer)
     stage = _Stage(config, tokenizer, door)
     try:
         async with within(_MOST_SECONDS):
@@ -106,7 +104,8 @@ async def _rehearse(config: RunConfig, tokenizer: Tokenizer, rehearsal: Rehearsa
                 if problem.task == taught.task:
                     rehearsal.problems += _begins_otherwise(config, problem, takes[0], tokenizer)
     finally:
-        await door.close()
+        if door is not None:
+            await door.close()
         stage.close()
 
 
@@ -134,7 +133,7 @@ def _begins_otherwise(config: RunConfig, problem: Problem, take: Take, tokenizer
 class _Stage:
     """The environment's processes, and a canned policy."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, door: Any):
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, door: Door | None):
         """Raises RunError where the environment does not get ready."""
         env, seconds = config.env, config.reward.limit_seconds
         self._config, self._tokenizer, self._door = config, tokenizer, door

@@ -8,6 +8,7 @@ from rl.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveCacheG
 from rl.config.algorithm import Algorithm
 from rl.envs.base import Env
 from rl.loss.advantages.group_mean import GroupMean
+from rl.loss.aggregate import LossAgg
 from rl.loss.clip import Clip
 from rl.loss.correction import Correction
 from rl.loss.entropy import EntropyBonus
@@ -104,7 +105,7 @@ class RunConfig:
     env.demonstration and env.preference give for prompts_per_step problems."""
     loss: Any = Clip()  # an interfaces.Loss: one of rl/loss, or a function
     advantages: Any = GroupMean()  # an interfaces.AdvantageEstimator: of rl/loss/advantages, or a function
-    loss_agg: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
+    loss_agg: LossAgg = "token_mean"
     """token_mean: over all tokens of a minibatch (DAPO). seq_mean: over sequences, each the mean of its
     tokens (GRPO). constant: the sum divided by sequences * env.max_new_tokens (Dr.GRPO), in an episode of
     turns times env.max_turns, at most max_seq_len (of an AgentEnv: without that limit)."""

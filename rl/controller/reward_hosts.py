@@ -10,8 +10,7 @@ from rl.actors.replica import Replica, State
 from rl.actors.reward import RemoteEpisode, RewardPool, RewardProcess
 from rl.config.learning import Learning
 from rl.config.rehearsal import Take, canned_rollout
-from rl.envs.chat.agent import AgentEnv
-from rl.envs.chat.endpoint import AgentEndpoint
+from rl.envs.chat.agent import door_for
 from rl.envs.chat.env import ChatEnv
 from rl.errors import RunError
 from rl.fields import shown
@@ -68,8 +67,7 @@ async def try_reward_hosts(
     by_host = {r.processes[0].host: r.name for r in reversed(plan.of("reward"))}
     if not any(host.address for host in plan.cluster.hosts) or not worked:
         return
-    is_agent = isinstance(learning.env, AgentEnv)
-    door = AgentEndpoint(tokenizer, actors.address) if is_agent else None
+    door = door_for(learning.env, tokenizer, actors.address)
     workers = {replica.name: replica for replica in actors.rewards.replicas}
 
     async def try_host(host: int, name: str) -> None:

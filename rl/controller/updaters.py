@@ -14,8 +14,7 @@ from rl.controller.rollouts import Rollouts
 from rl.controller.schedule import SaveClock, Schedule
 from rl.controller.training_batch import Scorers
 from rl.controller.update import Updater
-from rl.envs.chat.agent import AgentEnv
-from rl.envs.chat.endpoint import AgentEndpoint
+from rl.envs.chat.agent import door_for
 from rl.interfaces import Tokenizer
 from rl.loss.value import ClippedValue
 from rl.types import Group, PolicyVersion
@@ -69,7 +68,7 @@ def rollouts(learning: Learning, tokenizer: Tokenizer, actors: Actors) -> Rollou
         learning.max_seq_len,
         actors.adapter,
         actors.rewards,
-        AgentEndpoint(tokenizer, actors.address) if isinstance(learning.env, AgentEnv) else None,
+        door_for(learning.env, tokenizer, actors.address),
     )
 
 

@@ -11,14 +11,24 @@ from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import IO
 
-from rl.envs.base import RolloutContext
+from rl.envs.base import Env, RolloutContext
 from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.episode import Episode
 from rl.envs.chat.loop import play_agents
 from rl.envs.variables import clean_variables
+from rl.interfaces import Door, Tokenizer
 from rl.types import Message, Problem, Prompt, Rollout
 
 _SHOWN = 2000
+
+
+def door_for(env: Env, tokenizer: Tokenizer, address: str = "127.0.0.1") -> Door | None:
+    """Where an AgentEnv's agents find the policy; other environments have none. Listens on this address."""
+    if not isinstance(env, AgentEnv):
+        return None
+    from rl.envs.chat.endpoint import AgentEndpoint  # a web server, which only agents need
+
+    return AgentEndpoint(tokenizer, address)
 
 
 @dataclass(frozen=True)
