@@ -108,15 +108,15 @@ def fill(
     """
     order = sorted(range(len(lengths)), key=lambda i: -costs[i])
     alone = [i for i in order[:num_bins] if costs[i] > 0]  # each finds an empty bin, the cheapest there is
-    rest = order[len(alone) :]
+    remaining = order[len(alone) :]
     bins = [[i] for i in alone] + [[] for _ in range(num_bins - len(alone))]
     used = [sum(lengths[i] for i in bin) for bin in bins]
     open_bins = _OpenBins(
-        sorted({lengths[i] for i in rest}),
+        sorted({lengths[i] for i in remaining}),
         [max_tokens - tokens for tokens in used],
         [sum((costs[i] for i in bin), 0.0) for bin in bins],
     )
-    for i in rest:
+    for i in remaining:
         spent, number = open_bins.take_cheapest(lengths[i])
         if number < 0:
             return None

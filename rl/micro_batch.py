@@ -131,8 +131,8 @@ def _rows(
     arrays = {name: column.split(lengths) for name, column in columns.items()}
     samples: dict[int, Sample] = {}
     for at, i in enumerate(ids):
-        own: dict[str, Any] = {name: parts[at] for name, parts in arrays.items()}
-        samples[i] = Sample(**own, loss_inputs={name: parts[at] for name, parts in inputs.items()})
+        of_sample: dict[str, Any] = {name: parts[at] for name, parts in arrays.items()}
+        samples[i] = Sample(**of_sample, loss_inputs={name: parts[at] for name, parts in inputs.items()})
     return Rows(samples, trees, multiple_of, tuple(loss_inputs))
 
 

@@ -149,8 +149,10 @@ def _has_other_origin(child: int) -> bool:
     """By its session or its mark, which it has by birth."""
     if os.getsid(child) not in (0, os.getsid(0), child):
         return True
-    own, its = (resource.prlimit(pid, resource.RLIMIT_RTTIME)[0] for pid in (os.getpid(), child))
-    return its == _MARK != own
+    this_limit, child_limit = (
+        resource.prlimit(pid, resource.RLIMIT_RTTIME)[0] for pid in (os.getpid(), child)
+    )
+    return child_limit == _MARK != this_limit
 
 
 async def reap_orphans() -> None:

@@ -88,13 +88,17 @@ def _overlong(config: RunConfig) -> list[str]:
     setting = f"shaping.overlong_tokens={config.shaping.overlong_tokens}"
     if not config.shaping.overlong_tokens:
         return []
-    most, own = config.algorithm.max_new_tokens, config.env.max_new_tokens
+    most, of_turn = config.algorithm.max_new_tokens, config.env.max_new_tokens
     if config.shaping.overlong_tokens > most:
-        what = f"env.max_new_tokens={own}" if most == own else f"the {most} tokens that an episode may sample"
+        what = (
+            f"env.max_new_tokens={of_turn}"
+            if most == of_turn
+            else f"the {most} tokens that an episode may sample"
+        )
         return [f"{setting} is over {what}; use less"]
-    shorter = [env for env in config.env.trains if env.max_new_tokens < own]
+    shorter = [env for env in config.env.trains if env.max_new_tokens < of_turn]
     return [
-        f"{setting} counts from env.max_new_tokens={own}, which a {type(env).__name__} with "
+        f"{setting} counts from env.max_new_tokens={of_turn}, which a {type(env).__name__} with "
         f"{env.max_new_tokens} never reaches; give every task of the Mixture as many"
         for env in shorter[:1]
     ]

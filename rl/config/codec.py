@@ -173,9 +173,9 @@ def _from_dict(data: dict[str, Any], where: str, fallback: Any) -> Any:
                     f"{where} has the setting {unknown[0]} of {name}, which this version does not; "
                     f"remove it there, or give a recipe"
                 )
-            own = fallback if type(fallback) is kind else None
+            same = fallback if type(fallback) is kind else None
             values = {
-                f: from_json(value, where, getattr(own, f, None)) for f, value in fields.items() if known[f]
+                f: from_json(value, where, getattr(same, f, None)) for f, value in fields.items() if known[f]
             }
             return _made_again(lambda: kind(**values), name, where)
         case {"dict": list(items)}:

@@ -64,8 +64,8 @@ def _missing_here(config: RunConfig) -> list[str]:
     known = not config.model.validate()
     here = why_no_plan(config, model_known=known)
     nowhere = why_no_plan(config, cluster=_AMPLE, model_known=known) if here else []
-    own = {line for line in nowhere if not any(name in line for name in OPTIONAL)}
-    return list(dict.fromkeys([*lines, *(line for line in here if line not in own)]))
+    of_recipe = {line for line in nowhere if not any(name in line for name in OPTIONAL)}
+    return list(dict.fromkeys([*lines, *(line for line in here if line not in of_recipe)]))
 
 
 def _absent(model: ModelSource) -> list[str]:

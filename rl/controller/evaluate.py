@@ -162,8 +162,8 @@ def _trained_on(model: Path, env: Env) -> int:
         return 0
     # As it is written: to load it would make classes of a recipe's file anew, which are then others.
     written = read_config(str(run_dir))[1]["env"]
-    own = json.loads(json.dumps(to_json(env)))
-    if written | {name: own[name] for name in _ASKS_THE_SAME} != own:
+    settings = json.loads(json.dumps(to_json(env)))
+    if written | {name: settings[name] for name in _ASKS_THE_SAME} != settings:
         return 0
     of_run = replace(env, num_eval=written["num_eval"])
     asked = {problem.key for problem in held_out(env) if env.may_train_on(problem)}

@@ -293,5 +293,5 @@ class RunStages:
             await trainer.finish_checkpoint()
         good = latest(checkpoints) or self._checkpoint
         lower = f"no checkpoint was due yet: set save_every to at most {step - 1}, and at least 1"
-        rest = f"go on from --resume {good}" if good else lower if step > 1 else "begin the run again"
-        return RunError(f"{failure}; {await failure.find_sample()}; {rest}")
+        remedy = f"go on from --resume {good}" if good else lower if step > 1 else "begin the run again"
+        return RunError(f"{failure}; {await failure.find_sample()}; {remedy}")

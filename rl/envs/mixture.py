@@ -88,37 +88,37 @@ class Mixture(Env):
         return [_of_task(name, problem) for name, env in self.tasks for problem in held_out(env)]
 
     def encode(self, problem: Problem, tokenizer: Tokenizer) -> Prompt:
-        env, own = self._task(problem)
-        return replace(env.encode(own, tokenizer), problem=problem)
+        env, task_problem = self._task(problem)
+        return replace(env.encode(task_problem, tokenizer), problem=problem)
 
     async def drive(self, prompt: Prompt, n: int, context: RolloutContext) -> Sequence[Rollout]:
-        (env, own), params = self._task(prompt.problem), context.params
-        ends = (*params.stop_token_ids, *env.stop_ids(own, context.tokenizer))
+        (env, task_problem), params = self._task(prompt.problem), context.params
+        ends = (*params.stop_token_ids, *env.stop_ids(task_problem, context.tokenizer))
         limits = replace(params, max_new_tokens=env.max_new_tokens, stop_token_ids=tuple(dict.fromkeys(ends)))
-        driven = await env.drive(replace(prompt, problem=own), n, replace(context, params=limits))
+        driven = await env.drive(replace(prompt, problem=task_problem), n, replace(context, params=limits))
         return [replace(rollout, problem=prompt.problem) for rollout in driven]
 
     def end_id(self, problem: Problem, tokenizer: Tokenizer) -> int:
-        env, own = self._task(problem)
-        return env.end_id(own, tokenizer)
+        env, task_problem = self._task(problem)
+        return env.end_id(task_problem, tokenizer)
 
     def reward(
         self, problem: Problem, response: str, stop: StopReason
     ) -> float | Rewards | Mapping[str, float] | Verdict:
-        env, own = self._task(problem)
-        return env.reward(own, response, stop)
+        env, task_problem = self._task(problem)
+        return env.reward(task_problem, response, stop)
 
     def prepare(self) -> None:
         for env in self.made_of:
             env.prepare()
 
     def demonstration(self, problem: Problem, seed: int) -> str:
-        env, own = self._task(problem)
-        return env.demonstration(own, seed)
+        env, task_problem = self._task(problem)
+        return env.demonstration(task_problem, seed)
 
     def preference(self, problem: Problem, seed: int) -> tuple[str, str]:
-        env, own = self._task(problem)
-        return env.preference(own, seed)
+        env, task_problem = self._task(problem)
+        return env.preference(task_problem, seed)
 
     def _task(self, problem: Problem) -> tuple[Env, Problem]:
         """The task, and its problem as it made it."""

@@ -129,21 +129,21 @@ class _Blockwise(torch.autograd.Function):
             rows_grad = grad.index_select(0, heads.queries).masked_fill_(heads.padding, 0)
             rows_grad = rows_grad.view(*rows_q.shape[:2], -1)
             values = rows_v.float().transpose(1, 2)
-            found_q = torch.empty_like(rows_q)
-            found_k, found_v = (torch.zeros_like(t, dtype=torch.float32) for t in (rows_k, rows_v))
+            rows_dq = torch.empty_like(rows_q)
+            rows_dk, rows_dv = (torch.zeros_like(t, dtype=torch.float32) for t in (rows_k, rows_v))
             for block, seen, weights in _weights(bucket, rows_q, rows_k, ctx.scale, ctx.window):
                 its_grad = rows_grad[:, block]
-                found_v[:, seen] += weights.to(v.dtype).transpose(1, 2) @ its_grad
+                rows_dv[:, seen] += weights.to(v.dtype).transpose(1, 2) @ its_grad
                 dweights = its_grad.float() @ values[..., seen]
                 dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype).to(k.dtype)
-                found_q[:, block] = dscores @ rows_k[:, seen]
-                found_k[:, seen] += dscores.transpose(1, 2) @ rows_q[:, block]
-            dq.append(found_q.view(len(heads.queries), -1))
-            for whole, part in ((dk, found_k), (dv, found_v)):
+                rows_dq[:, block] = dscores @ rows_k[:, seen]
+                rows_dk[:, seen] += dscores.transpose(1, 2) @ rows_q[:, block]
+            dq.append(rows_dq.view(len(heads.queries), -1))
+            for whole, part in ((dk, rows_dk), (dv, rows_dv)):
                 whole.index_add_(0, heads.keys, part.flatten(0, 1))
-        found_dq = torch.cat(dq).index_select(0, restore).view(q.shape).mul_(ctx.scale)
-        found_dk = dk.mul_(ctx.scale).view(k.shape).to(k.dtype)
-        return found_dq, found_dk, dv.view(v.shape).to(v.dtype), None, None, None
+        grad_q = torch.cat(dq).index_select(0, restore).view(q.shape).mul_(ctx.scale)
+        grad_k = dk.mul_(ctx.scale).view(k.shape).to(k.dtype)
+        return grad_q, grad_k, dv.view(v.shape).to(v.dtype), None, None, None
 
 
 def _rows(

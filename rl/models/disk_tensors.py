@@ -47,14 +47,14 @@ def disk_tensors(lm: transformers.PreTrainedModel, tensors: Mapping[str, torch.T
         on_disk = convert(lm, shapes)
         name_of = {id(tensor): name for name, tensor in shapes.items()}
         same = {name_of[id(tensor)]: name for name, tensor in on_disk.items() if id(tensor) in name_of}
-        rest = tuple(name for name in group if name not in same)
-        if rest:
-            converted.append(rest)
-            apart = convert(lm, {name: shapes[name] for name in rest})
+        converted_names = tuple(name for name in group if name not in same)
+        if converted_names:
+            converted.append(converted_names)
+            apart = convert(lm, {name: shapes[name] for name in converted_names})
             if apart.keys() != on_disk.keys() - set(same.values()):
                 raise ConfigError(
-                    f"transformers joins {rest[0]} of {type(lm).__name__} with tensors that it also keeps; "
-                    f"its weights cannot be exported"
+                    f"transformers joins {converted_names[0]} of {type(lm).__name__} with tensors that it "
+                    f"also keeps; its weights cannot be exported"
                 )
         renamed |= same
         names |= on_disk.keys()

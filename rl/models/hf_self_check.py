@@ -111,5 +111,5 @@ def _difference(
     tokens = np.concatenate([row[k:] for row, k in zip(documents, shared, strict=True)])
     positions = np.concatenate([np.arange(k, len(row)) for row, k in zip(documents, shared, strict=True)])
     logits = model.compute(tokens, positions, np.arange(len(tokens)), None)
-    own = torch.cat([logits[k:] for logits, k in zip(expected, shared, strict=True)])
-    return (logits - own).abs().max()
+    expected_logits = torch.cat([logits[k:] for logits, k in zip(expected, shared, strict=True)])
+    return (logits - expected_logits).abs().max()

@@ -55,15 +55,15 @@ def load_tensors(
             param.data.zero_()
             continue
         shape, offsets = placed(param)
-        own = local(param.detach())
-        if not own.numel():
+        shard = local(param.detach())
+        if not shard.numel():
             continue
         part = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
         names = split(name, param.shape[0]) if param.ndim else None
         targets = (
-            [(name, part, own)]
+            [(name, part, shard)]
             if names is None
-            else [(names[i], part[1:], tensor) for i, tensor in enumerate(own, offsets[0])]
+            else [(names[i], part[1:], tensor) for i, tensor in enumerate(shard, offsets[0])]
         )
         for each, of_each, target in targets:  # cast on the device: there it takes no time
             target.copy_(read(each, of_each).to(device))

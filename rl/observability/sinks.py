@@ -86,9 +86,9 @@ def _wandb_settings() -> Mapping[str, str]:
     parser = configparser.ConfigParser(interpolation=None)
     user = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser()
     root = Path(os.environ.get("WANDB_DIR", "."))
-    own = root / (".wandb" if (root / ".wandb").exists() else "wandb")
+    directory = root / (".wandb" if (root / ".wandb").exists() else "wandb")
     with contextlib.suppress(configparser.Error, UnicodeDecodeError):
-        parser.read([user / "settings", own / "settings"])
+        parser.read([user / "settings", directory / "settings"])
     return dict(parser["default"]) if parser.has_section("default") else {}
 
 

@@ -150,8 +150,8 @@ def caches_of_unknown(
         notes.settle(demand.name(f"{role}.kv_cache_gib"), f"{size:g}", f"{size:g}", "asked for")
     if places.shared:
         shares = any(gpu is not None and len(roles) > 1 for (_, gpu), roles in places.on_devices().items())
-        own = "each has one of its own: set --placement alone"
-        remedy = "use a GPU for each process" if shares else own
+        separate = "each has one of its own: set --placement alone"
+        remedy = "use a GPU for each process" if shares else separate
         notes.problem(
             f"what each role takes of a shared GPU is not known: the model's config.json gives no sizes of a "
             f"decoder; {remedy}",

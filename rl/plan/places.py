@@ -208,9 +208,9 @@ def threads(places: Places, demand: Demand, cluster: Cluster, notes: Notes) -> d
     shares = {at: _share(*at, counts, demand.overlap, cluster) for at in counts}
     settled = {}
     for member in places.started:
-        own = asked.get(member.role) or fixed.get(member.role)
+        num_threads = asked.get(member.role) or fixed.get(member.role)
         settled[member.name] = tuple(
-            own or shares[member.role, place.host][0] for place in places.by_name[member.name]
+            num_threads or shares[member.role, place.host][0] for place in places.by_name[member.name]
         )
     for role in ("trainer", "generator"):  # the roles with such a setting
         if first := next((member for member in places.started if member.role == role), None):

@@ -60,8 +60,8 @@ def _resolve_sharing(
         return None, problems
     setting = demand.name("placement")
     why = f"if all stayed, {'; '.join(problem.text for problem in problems)}"
-    rest = tuple(line for line in plan.settled if line.setting != setting)
-    return replace(plan, settled=(Settled(setting, "auto", "by_turns", why), *rest)), ()
+    kept_lines = tuple(line for line in plan.settled if line.setting != setting)
+    return replace(plan, settled=(Settled(setting, "auto", "by_turns", why), *kept_lines)), ()
 
 
 def _resolve(demand: Demand, facts: Facts, cluster: Cluster) -> tuple[Plan | None, tuple[Problem, ...]]:

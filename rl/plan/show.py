@@ -104,9 +104,9 @@ def _devices(plan: Plan) -> list[str]:
         needed = _by_phase(members)
         names = ", ".join(f"{r.name}{f' rank {i}' if len(r.processes) > 1 else ''}" for r, i in members)
         fills = [cache for r, _ in members if (cache := _fill(r))]
-        rest = f"; of it {fills[0].expected_gib:.1f} for the cache: what vLLM finds free" if fills else ""
+        of_cache = f"; of it {fills[0].expected_gib:.1f} for the cache: what vLLM finds free" if fills else ""
         name = f"GPU {gpu}" if len(plan.cluster.hosts) == 1 else f"GPU {host}:{gpu}"
-        lines.append(f"{name}: {needed} of {room:.1f} GiB ({names}){rest}")
+        lines.append(f"{name}: {needed} of {room:.1f} GiB ({names}){of_cache}")
     return lines
 
 

@@ -257,9 +257,9 @@ def _likeliest(position: Mapping[int, Any], count: int) -> Likeliest:
 def _of_prompt(prompt: Sequence[int], output: RequestOutput, count: int) -> dict[str, Any]:
     """The prompt's part of a Completion."""
     places = list(zip(prompt, output.prompt_logprobs, strict=True))
-    own = tuple(None if place is None else place[token].logprob for token, place in places)
+    logprobs = tuple(None if place is None else place[token].logprob for token, place in places)
     likeliest = tuple(() if place is None else _likeliest(place, count) for _, place in places)
-    return {"prompt_logprobs": own, "prompt_likeliest": likeliest if count else ()}
+    return {"prompt_logprobs": logprobs, "prompt_likeliest": likeliest if count else ()}
 
 
 def _engine_args(config: VLLMConfig, on_cpu: bool) -> EngineArgs:
