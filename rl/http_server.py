@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -42,9 +43,19 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> 
 class Server(uvicorn.Server):
     """Signals are the business of whoever runs it: there are processes to end."""
 
+    @classmethod
+    def of(cls, app: Starlette) -> "Server":
+        """Of one that only this run's processes ask."""
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEPT_SECONDS)
+        return cls(config)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def stop(self) -> None:
         self.should_exit = True
+
+    def stop_now(self) -> None:
+        """Without an end for what is asked meanwhile."""
+        self.should_exit = self.force_exit = True

@@ -7,7 +7,7 @@ import os
 import re
 from functools import lru_cache
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, message_of
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _DATA = "hf://datasets/"
@@ -107,4 +107,4 @@ def _download(name: str, file: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.160}"
+    return f"{type(error).__name__}: {message_of(error):.160}"

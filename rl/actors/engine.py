@@ -1,7 +1,7 @@
 """EngineHandle: all ranks of an engine as one: the trainer's, the critic's, the reference's."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from os.path import abspath
 from typing import Any
@@ -198,9 +198,7 @@ class EngineHandle:
         self, samples: Sequence[Sample], adapter: str | None = None
     ) -> list[np.ndarray]:
         """What `forward` gives, as [T] for each sample, 0 where a token is not a target."""
-        by_sample = await self.forward(await self.pack(samples), adapter)
-        nothing = np.zeros(0, np.float32)
-        return [sample.scatter(by_sample.get(i, nothing)) for i, sample in enumerate(samples)]
+        return _scattered(samples, await self.forward(await self.pack(samples), adapter))
 
     async def forward_backward(
         self, batch: Batch, loss: Loss, adapter: str | None = None
@@ -215,9 +213,7 @@ class EngineHandle:
         batch = await self.pack(samples)
         answers = await self._data_parallel("forward_backward_logprobs", batch, loss, adapter)
         by_sample = {index: values for _, part in answers for index, values in part.items()}
-        nothing = np.zeros(0, np.float32)
-        logprobs = [sample.scatter(by_sample.get(i, nothing)) for i, sample in enumerate(samples)]
-        return combine(metrics for metrics, _ in answers), logprobs
+        return combine(metrics for metrics, _ in answers), _scattered(samples, by_sample)
 
     async def optim_step(self, params: OptimParams, adapter: str | None = None) -> dict[str, float]:
         return (await self._every("optim_step", params, adapter))[0]
@@ -254,3 +250,9 @@ def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
                     max(combined[name], value) if name.endswith(":max") else combined[name] + value
                 )
     return combined
+
+
+def _scattered(samples: Sequence[Sample], by_sample: Mapping[int, np.ndarray]) -> list[np.ndarray]:
+    """[T] for each sample, of the values of its target tokens; 0 elsewhere."""
+    nothing = np.zeros(0, np.float32)
+    return [sample.scatter(by_sample.get(i, nothing)) for i, sample in enumerate(samples)]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Annotated, Any, Literal
 
-import uvicorn
 from annotated_types import Ge, Le
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
@@ -23,7 +22,7 @@ from rl.actors.replica import Pool, Replica
 from rl.envs.judge import OWN_KEY, OWN_URL
 from rl.errors import ConfigError, RunError, one_line
 from rl.host_protocol import listen
-from rl.http_server import KEPT_SECONDS, Server, unless_gone, url_of
+from rl.http_server import Server, unless_gone, url_of
 from rl.models.tokenizer import HFTokenizer
 from rl.openai_format import answer, choice, refusal
 from rl.types import Completion, SamplingParams
@@ -105,15 +104,13 @@ class JudgeServer:
     async def run(self) -> None:
         """Keep the judges alive and answer, until cancelled."""
         app = Starlette(routes=[Route("/v1/chat/completions", self._chat, methods=["POST"])])
-        server = Server(
-            uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEPT_SECONDS)
-        )
+        server = Server.of(app)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
             await self.pool.run()
             await asyncio.Event().wait()  # all are dead for good, which who asks is told
         finally:
-            server.should_exit = server.force_exit = True
+            server.stop_now()
             await serving
 
     async def _chat(self, request: Request) -> Response:

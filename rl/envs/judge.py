@@ -13,7 +13,7 @@ import httpx
 from annotated_types import Ge, Le
 
 from rl.bounds import PositiveFloat, PositiveInt
-from rl.errors import Unavailable
+from rl.errors import Unavailable, one_line
 from rl.types import Message
 from rl.waiting import run_apart
 
@@ -171,7 +171,7 @@ class Judge:
                 if reply.status_code < 500 and reply.status_code != 429:
                     break
             except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
-                failure = f"{type(error).__name__} {error}"
+                failure = one_line(error)
             time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
         is_late = time.monotonic() >= deadline
         end, remedy = "gave no reply", ""

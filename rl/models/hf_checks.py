@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.bounds import MOST
-from rl.errors import ConfigError
+from rl.errors import ConfigError, message_of
 from rl.models.experts import expert_width
 from rl.models.hf import rope_parameters, text_config
 from rl.models.layout import why_no_split
@@ -150,5 +150,5 @@ def check_known(model_dir: str | Path) -> None:
     try:
         AutoConfig.from_pretrained(str(model_dir))
     except Exception as error:  # its checks raise many kinds
-        problem = f"transformers cannot read {model_dir}/config.json ({' '.join(str(error).split()):.200})"
+        problem = f"transformers cannot read {model_dir}/config.json ({message_of(error):.200})"
         raise ConfigError(f"{problem}; fetch it again") from error

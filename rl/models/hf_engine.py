@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, message_of
 from rl.micro_batch import MicroBatch
 from rl.models import hf, hf_checks
 from rl.models.activation_checkpointing import CHECKPOINTING
@@ -153,7 +153,7 @@ class HFEngine(Engine):
         except RuntimeError as error:
             name = type(self._model.lm).__name__
             raise ConfigError(
-                f"{name} does not compute in {self.config.dtype} ({' '.join(str(error).split()):.120}); "
+                f"{name} does not compute in {self.config.dtype} ({message_of(error):.120}); "
                 f"set dtype to float32"
             ) from error
         reshard(self._model)

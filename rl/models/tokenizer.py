@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl.errors import ConfigError, one_line
+from rl.errors import ConfigError, message_of, one_line
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -49,7 +49,7 @@ class HFTokenizer:
         try:
             self.encode_chat("Hello")
         except Exception as error:  # the template is a program
-            return f"has a chat template that fails ({' '.join(str(error).split()):.100})"
+            return f"has a chat template that fails ({message_of(error):.100})"
         return ""
 
     @property

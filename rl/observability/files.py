@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.errors import RunError
+from rl.errors import RunError, one_line
 from rl.observability.batches import forget_batches
 from rl.observability.json_lines import JsonLines, read_records
 from rl.observability.rollout_log import RolloutLog, Row, Trained, choose
@@ -124,8 +124,7 @@ class Files:
         except OSError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._lines.append(f"step {step}: {split} rollouts are not recorded: {reason:.200}")
+            self._lines.append(f"step {step}: {split} rollouts are not recorded: {one_line(error):.200}")
 
     def _close(self) -> None:
         with ExitStack() as stack:  # each, whatever the others raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from rl.errors import RunError
+from rl.errors import RunError, one_line
 
 T = TypeVar("T")
 _POLL_SECONDS = 1.0
@@ -129,7 +129,7 @@ class Writer:
 
 def _as_exception(error: BaseException) -> Exception:
     """SystemExit and KeyboardInterrupt of a job are not the main thread's."""
-    return error if isinstance(error, Exception) else RunError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, Exception) else RunError(one_line(error))
 
 
 async def _wait(done: Future, seconds: float) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,7 +21,7 @@ from rl.envs.chat.requests import Refused, TurnRequest, read_request
 from rl.envs.chat.session import ChatSession, NoTurnsLeft, TooLong, Turn, Unwritable
 from rl.errors import RunError
 from rl.host_protocol import listen
-from rl.http_server import KEPT_SECONDS, Server, url_of
+from rl.http_server import Server, url_of
 from rl.interfaces import Tokenizer
 from rl.openai_format import answer, chat_logprobs, choice, event, refusal
 from rl.types import Message
@@ -60,11 +59,7 @@ class AgentEndpoint:
         if self._server is None:
             listener = listen(self._address, backlog=2048)
             self._url = f"{url_of(listener)}/v1"
-            self._server = Server(
-                uvicorn.Config(
-                    self._app(), log_level="warning", lifespan="off", timeout_keep_alive=KEPT_SECONDS
-                )
-            )
+            self._server = Server.of(self._app())
             self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         async with within(_START_SECONDS):
             while not self._server.started:
@@ -84,7 +79,7 @@ class AgentEndpoint:
 
     async def close(self) -> None:
         if self._server is not None and self._serving is not None:
-            self._server.should_exit = self._server.force_exit = True
+            self._server.stop_now()
             await self._serving
 
     def _app(self) -> Starlette:

@@ -94,16 +94,15 @@ class GeneratorEngine:
 
     async def load_weights(self, manifest: Manifest) -> None:
         """Switch to another version of the model, or of an adapter, between two steps."""
-        load = Load(next(self._numbers), manifest)
-        answer = self._expect(load.id)
-        self._submit([load])
-        await answer
+        await self._carry_out(Load(next(self._numbers), manifest))
 
     async def suspend(self) -> None:
         """Give back the memory of weights and cache. The next model that is loaded takes it again."""
-        suspend = Suspend(next(self._numbers))
-        answer = self._expect(suspend.id)
-        self._submit([suspend])
+        await self._carry_out(Suspend(next(self._numbers)))
+
+    async def _carry_out(self, command: Load | Suspend) -> None:
+        answer = self._expect(command.id)
+        self._submit([command])
         await answer
 
     @property
