@@ -14,7 +14,7 @@ from configs.quickstart import quickstart
 from rl.batching import segments_sample
 from rl.controller.training_batch import build_training_batch
 from rl.envs.base import Env, RolloutContext
-from rl.sequences import Segment, joined, lay_out
+from rl.sequences import Sample, Segment, joined, lay_out
 from rl.types import Completion, Group, Problem, Prompt, SamplingParams, Score, StopReason, VersionRange
 from tests.traced_memory import traced_memory
 
@@ -136,3 +136,16 @@ def test_lists_become_arrays_and_equal_ones_are_equal():
     assert one != Completion([5, 6, 7], [-1.0, -0.5, 0.0], VersionRange(0, 0), StopReason.STOP)
     assert Segment([1], True, [0.0]) == Segment([1], True, [0.0]) != Segment([1], False, [0.0])
     assert segments_sample([]).tokens.tolist() == []
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [np.array([0.0, 1.0, 4.0], np.float32), np.broadcast_to(np.float32(2), 3)],
+    ids=["each its own", "one for all"],
+)
+def test_a_smaller_share_in_the_loss_is_that_of_each_token(weights):
+    column = np.zeros(3, np.float32)
+    sample = Sample(np.array([5, 6, 7]), np.array([False, True, True]), column, column, weights)
+    smaller = sample.with_weights_divided(4).weights
+    assert smaller.tolist() == [weight / 4 for weight in weights.tolist()]
+    assert (smaller.dtype, smaller.strides) == (np.float32, weights.strides)  # one number stays one

@@ -248,3 +248,29 @@ def test_writing_may_take_as_long_as_its_own_deadline_says(model_dir, tmp_path, 
         with pytest.raises(RunError, match="not be written in 0.3 s; raise deadlines.checkpoint"):
             engine.save(tmp_path / "step-2")
     time.sleep(1.5)
+
+
+def test_a_gradient_from_before_a_load_is_no_part_of_the_next_step(model_dir, tmp_path):
+    engine = TitanEngine(model_dir, EngineConfig(seed=1))
+    engine.save(tmp_path / "step-1")
+    engine.forward_backward(BATCH, CrossEntropy())
+    engine.load(tmp_path / "step-1")
+    with pytest.raises(RunError, match="optim_step without a gradient"):
+        engine.optim_step(OptimParams(1e-3))
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ({"rng.0.cpu"}, set()),
+        ({"rng.0.cpu", "rng.1.cpu"}, {"rng.1.cpu"}),
+        ({"rng.0.cpu", "rng.1.cpu", "rng.2.cpu"}, set()),
+        ({"rng.0.cpu", "rng.1.cpu", "rng.0.cuda", "rng.1.cuda"}, set()),
+    ],
+)
+def test_the_random_state_is_asked_for_where_as_many_processes_saved_it(tmp_path, monkeypatch, saved, wanted):
+    """This is the second of two."""
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(checkpoint, "tensor_names", lambda path: saved | {"model.w.value"})
+    assert set(checkpoint.saved_rng_state(tmp_path, torch.device("cpu"))) == wanted

@@ -404,3 +404,18 @@ def test_a_directory_that_is_not_of_this_model_is_taken_over_in_no_part(make, tm
     with pytest.raises((ConfigError, RunError), match=re.escape(last)):
         engine.load_weights(tmp_path / "hf")
     assert worst(before, weights(engine)) == 0
+
+
+def test_an_optimizer_that_was_reset_goes_on_as_a_new_one(make):
+    """Neither moments nor a gradient are left of what it did before, here without moving the weights."""
+    used, new = make(), make()
+    used.forward_backward(pack(samples(seed=1)), CrossEntropy())
+    used.optim_step(OptimParams(0.0))
+    used.forward_backward(pack(samples(seed=1)), CrossEntropy())
+    used.reset_optimizer()
+    with pytest.raises(RunError, match="optim_step without a gradient"):
+        used.optim_step(OptimParams(1e-3))
+    for engine in (used, new):
+        engine.forward_backward(pack(samples()), CrossEntropy())
+        engine.optim_step(OptimParams(1e-3))
+    assert worst(weights(used), weights(new)) == 0

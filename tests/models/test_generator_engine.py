@@ -1,6 +1,8 @@
 """The generator's scheduling over an engine that is made up: waves, weights between steps, failures."""
 
 import asyncio
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -180,3 +182,30 @@ def test_a_request_that_is_cancelled_before_its_wave_is_complete_is_never_admitt
 
     fake = run(main)
     assert [c.prompt for tick in fake.ticks for c in tick if isinstance(c, Admit)] == [(1,)]
+
+
+def test_what_has_ended_is_neither_kept_nor_given_up():
+    """A generator lives through millions of prompts."""
+    aborted = []
+
+    class Token:
+        pass
+
+    def tick(commands):
+        aborted.extend(number for c in commands if isinstance(c, Abort) for number in c.requests)
+        one = Completion([1], [-1.0], VersionRange(0, 0), StopReason.STOP)
+        return Tick({c.id: one if isinstance(c, Admit) else None for c in commands}, 0)
+
+    async def main(engine):
+        tokens = [Token(), Token()]
+        calls = [engine.sample([token], 1, PARAMS, Wave(0, i, 2), key=i) for i, token in enumerate(tokens)]
+        await asyncio.gather(*calls)
+        engine.give_up_samples([0, 1])
+        await engine.sample([], 1, PARAMS)  # comes after what that told the engine
+        return [weakref.ref(token) for token in tokens]
+
+    with ThreadPoolExecutor(1) as thread:
+        engine = GeneratorEngine(tick, thread)
+        references = asyncio.run(asyncio.wait_for(main(engine), 10))
+    gc.collect()
+    assert not aborted and [reference() for reference in references] == [None, None]

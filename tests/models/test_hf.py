@@ -380,3 +380,15 @@ def test_a_directory_that_may_not_be_entered_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(ConfigError, match="config.json may not be read; give yourself access"):
         hf.read_config(tmp_path)
+
+
+def test_an_exports_config_names_the_dtype_of_its_own_weights(tmp_path):
+    """And the index of the model's own files does not come along."""
+    write_config(tmp_path / "in", dtype="bfloat16")
+    for name in ("tokenizer.json", "model.safetensors.index.json"):
+        (tmp_path / "in" / name).write_text("{}")
+    hf.save_model(tmp_path / "out", tmp_path / "in", [("a", torch.ones(2))], torch.float32)
+    assert hf.read_config(tmp_path / "out") == hf.read_config(tmp_path / "in") | {"dtype": "float32"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert torch.equal(hf.HFWeights(tmp_path / "out")("a"), torch.ones(2))

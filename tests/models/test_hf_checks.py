@@ -64,3 +64,20 @@ def test_positions_of_a_model_of_several_parts_are_its_texts():
     assert max_positions({"text_config": {"max_position_embeddings": 256}}) == 256
     assert max_positions({"n_positions": 8, "text_config": {"max_position_embeddings": 256}}) == 8
     assert max_positions({}) == max_positions({"text_config": None}) == 2**62
+
+
+def test_experts_heads_and_positions_are_there_where_a_config_leaves_them_out_or_spaces_them_out():
+    """As older files of Llama do, and Qwen's with experts in every second layer."""
+    sparse = model_spec(QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4}, packed_attention=True)
+    assert [layer.moe is not None for layer in sparse.model.layers] == [False, True, False, True]
+    assert sparse.model.layers[1].moe.router.route_norm is False
+    plain = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 256,
+        "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    config = model_spec(plain, packed_attention=True).model
+    assert config.layers[0].attention.rope.theta == 10000.0
+    shapes = {name: tuple(p.shape) for name, p in config.build().named_parameters()}
+    assert shapes["layers.0.attention.qkv_linear.wk.weight"] == (64, 64)  # 4 heads of 16
+    assert shapes["tok_embeddings.weight"] == shapes["lm_head.weight"] == (256, 64)  # not tied

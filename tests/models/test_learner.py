@@ -2,11 +2,14 @@
 
 # holds: exact
 
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from rl.errors import NotFinite, RunError
+from rl.errors import ConfigError, NotFinite, RunError
 from rl.models import adapters as module
 from rl.models.engine_config import EngineConfig
 from rl.models.learner import Learner
@@ -144,3 +147,84 @@ def test_a_reset_forgets_the_moments_and_the_gradient():
         parameter.grad = torch.tensor([[3.0, 4.0]])
         learner.step(OptimParams(lr=0.1))
     assert torch.equal(*twins)
+
+
+def test_the_model_computes_alone_again_after_an_adapter(adapters):
+    """Also where what computed with it failed."""
+    linear, x = adapters._sites[0].linear, torch.ones(1, 3)
+    alone = linear(x)
+    for parameter in adapters["mine"].parameters.values():
+        parameter.data.fill_(1.0)
+    with adapters.attached("mine"):
+        assert not torch.equal(linear(x), alone)
+    assert torch.equal(linear(x), alone)
+    with pytest.raises(ValueError, match="a loss"), adapters.attached("mine"):
+        raise ValueError("a loss")
+    assert torch.equal(linear(x), alone)
+
+
+def test_an_adapter_takes_anothers_weights_and_keeps_its_own_moments(adapters):
+    adapters.add("other", LoRA(2, 32.0, ("q_proj",)), seed=2)
+
+    def learn(name, seed):
+        give_gradients(adapters, name, seed)
+        adapters.learner(name).step(OptimParams(lr=1e-2))
+
+    def state(name):
+        tensors = adapters.learner(name).state()
+        return {n: {key: t.clone() for key, t in part.items()} for n, part in tensors.items()}
+
+    def is_now(name, expected):
+        return all(
+            torch.equal(tensor, expected[n][key])
+            for n, part in state(name).items()
+            for key, tensor in part.items()
+        )
+
+    learn("mine", 0)
+    learn("other", 1)
+    mine, other = state("mine"), state("other")
+    assert any(not torch.equal(mine[n]["value"], part["value"]) for n, part in other.items())
+    adapters.copy("mine", "other")
+    assert is_now("mine", mine)
+    assert is_now("other", {n: {**part, "value": mine[n]["value"]} for n, part in other.items()})
+    learn("other", 2)
+    assert is_now("mine", mine)  # a copy, which learns apart
+
+
+def test_a_record_that_does_not_say_what_learnt_is_of_adapters_where_it_names_some(adapters):
+    """As checkpoints of older versions have it."""
+    lora = asdict(LoRA(2, 32.0, ("q_proj",)))
+    adapters.match({"mine": lora, "third": lora}, None, Path("old"))
+    assert sorted(adapters) == ["mine", "third"]
+    with pytest.raises(RunError, match="old holds a model's weights, which is not what learns here"):
+        adapters.match({}, None, Path("old"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("lacks a matrix", "not those of this model and these targets"),
+        ("has one of another layer", "not those of this model and these targets"),
+        ("has another rank", r"has shape \(1, 3\) in the adapter but \(2, 3\) in the model"),
+    ],
+)
+def test_tensors_of_another_adapter_are_refused(adapters, fault, words):
+    tensors = {name: torch.ones(p.shape) for name, p in adapters["mine"].parameters.items()}
+    first = next(iter(tensors))
+    if fault == "lacks a matrix":
+        del tensors[first]
+    elif fault == "has one of another layer":
+        tensors[first.replace("layers.0", "layers.7")] = tensors[first]
+    else:
+        tensors[first] = tensors[first][:1]
+    with pytest.raises(ConfigError, match=words):
+        adapters["mine"].load(tensors)
+
+
+def test_an_adapter_has_a_rank_of_at_least_one(adapters):
+    adapters.add("narrow", LoRA(1, 1.0, ("q_proj",)))
+    assert [tuple(p.shape) for p in adapters["narrow"].parameters.values()] == [(1, 3), (2, 1)] * 2
+    with pytest.raises(ConfigError, match="lora.rank=0 must be at least 1 for an adapter"):
+        adapters.add("none", LoRA(0, 1.0, ("q_proj",)))
+    assert "none" not in [*adapters]

@@ -16,7 +16,7 @@ from rl.loss.cross_entropy import CrossEntropy
 from rl.models.adapters import OPTIMIZER
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
-from rl.models.lora import read_adapter
+from rl.models.lora import read_adapter, write_adapter
 from rl.types import LoRA, OptimParams
 from tests.numeric import assert_close_as, error_of
 from tests.tiny import write_model
@@ -284,3 +284,11 @@ def test_an_adapters_state_goes_on_bit_for_bit(make, tmp_path):
     with pytest.raises(ConfigError, match="lacks the optimizer's"):
         engine.adapters.load_state("b", tmp_path / "a")
     assert all(torch.equal(p, others[n]) for n, p in engine.adapters["b"].parameters.items())
+
+
+def test_who_may_read_an_adapters_config_may_read_its_weights(tmp_path):
+    """vLLM may run as another user."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    write_adapter(tmp_path / "a", LoRA(2), "base", {name: torch.zeros(2, 3)})
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "a").iterdir()}
+    assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]

@@ -7,6 +7,7 @@ import torch
 from rl.batching import pack, segments_sample
 from rl.loss.clip import Clip
 from rl.models.hf_engine import HFEngine
+from rl.models.loss_metrics import LossMetrics
 from rl.models.titan import TitanEngine
 from rl.observability.metrics import learning_metrics
 from rl.types import Segment
@@ -50,3 +51,10 @@ def test_entropy_and_gap_are_those_of_transformers_logits(tmp_path, engine):
     assert metrics["logprob_diff/mean"] == pytest.approx(np.mean(gaps), abs=TOLERANCE)
     assert metrics["logprob_diff/max"] == pytest.approx(np.max(gaps), abs=TOLERANCE)
     assert metrics["logprob_diff/ratio_outside"] == pytest.approx(np.mean(outside), abs=TOLERANCE)
+
+
+def test_sums_of_micro_batches_add_up_and_the_largest_of_all_stays():
+    metrics = LossMetrics(torch.device("cpu"))
+    for loss, gap in ((1.0, 3.0), (2.0, 5.0), (4.0, 0.5)):
+        metrics.add({"loss:sum": torch.tensor(loss), "logprob_diff:max": gap, "tokens:sum": 2})
+    assert metrics.totals() == {"loss:sum": 7.0, "logprob_diff:max": 5.0, "tokens:sum": 6.0}

@@ -5,6 +5,8 @@ import threading
 import pytest
 import torch
 
+from rl.errors import RunError
+from rl.models import random_weights
 from rl.models.build import ENGINES
 from rl.models.engine_config import EngineConfig
 from rl.models.random_weights import draw_once
@@ -87,3 +89,21 @@ def test_all_processes_of_a_run_may_draw_at_once(model_dir, monkeypatch):
         thread.join()
     assert [p.name for p in model_dir.glob("*safetensors*")] == ["model.safetensors"]
     ENGINES["titan"](model_dir, EngineConfig())
+
+
+def test_a_full_disk_keeps_no_part_of_the_weights_and_what_is_drawn_later_all_may_read(
+    model_dir, monkeypatch
+):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    before = sorted(model_dir.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(random_weights, "save_file", full)
+        words = "model.safetensors could not be written .*No space left on device.*; make room on its disk"
+        with pytest.raises(RunError, match=words):
+            draw_once("titan", model_dir, 3)
+    assert sorted(model_dir.iterdir()) == before
+    draw_once("titan", model_dir, 3)
+    assert (model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644

@@ -80,3 +80,18 @@ def test_a_directory_has_one_tokenizer_until_a_file_changes(tmp_path, monkeypatc
     assert source.not_one_token(["a", "ab"]) == ["ab"] and len(loads) == 1
     write_character_tokenizer("abc>[](),=", path)
     assert source.unknown_characters("abc") == "" and len(loads) == 2
+
+
+def test_a_system_turn_comes_before_the_users_where_there_is_one():
+    tokenizer = TinyQwen3("ab>[](),=").tokenizer()
+    assert tokenizer.encode_chat("b", "a") == [1, 3, 5, 4, 5]
+    assert tokenizer.encode_chat("b") == [1, 4, 5]
+
+
+@pytest.mark.parametrize("count", [1, 61, 62, 67, 125])
+def test_each_character_has_a_row_of_the_embedding_and_a_text_of_several_is_no_token(count):
+    alphabet = "".join(chr(0x4E00 + i) for i in range(count))
+    model = TinyQwen3(alphabet)
+    assert model.config()["vocab_size"] == next(size for size in (64, 128) if size >= 3 + count)
+    several = ["", "a", 2 * alphabet[0], *([alphabet] if count > 1 else [])]
+    assert model.not_one_token([alphabet[0], *several]) == several
