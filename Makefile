@@ -93,12 +93,13 @@ smollm2: tasks
 	$(BIN)/rl fetch smollm2
 	$(BIN)/rl train smollm2
 
+# Tests start hundreds of processes, each of which would compile rl/ anew where no bytecode is kept.
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not slow" --durations 10
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m "not slow" --durations 10
 
 test-all: tasks environments $(VENV)/.cookbook
 	$(BIN)/rl fetch smollm2
-	$(BIN)/python -m pytest -n 2 --durations 30
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --durations 30
 	$(BIN)/python -m tests.pythons --others
 
 # Each Python but that of $(VENV) gets an environment of its own, as .venv-3.12.

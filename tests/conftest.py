@@ -1,11 +1,18 @@
 """Which devices tests use: devices.py. Which run side by side: side_by_side.py. How long each may take."""
 
+import asyncio
+import contextlib
+import functools
+import gc
+import importlib
 import os
 import signal
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+import uvicorn.server
 
 from rl.cluster.environment import prepare_environment
 from rl.cluster.machine import num_cores
@@ -26,6 +33,28 @@ if (
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
+if num_workers:
+    gc.disable()  # until all tests are there
+
+# A client of httpx's, which is httpx2's for openai, reads 140 certificates: 25 ms each, of a thousand clients.
+for package in ("httpx", "httpx2"):
+    with contextlib.suppress(ModuleNotFoundError):
+        transports = importlib.import_module(f"{package}._transports.default")
+        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+
+
+class _TenTimesAsOften:
+    """asyncio for uvicorn, whose servers look ten times a second whether they are to end, and wait as long after it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    def sleep(self, seconds: float) -> Any:
+        return asyncio.sleep(seconds / 10)
+
+
+uvicorn.server.asyncio = _TenTimesAsOften()
+
 SECONDS, PROCESSES_SECONDS, SLOW_SECONDS = 120, 300, 900  # of each test, its fixtures included
 
 
@@ -45,6 +74,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SideBySid
 
 def pytest_collection_finish() -> None:
     freeze_heap()  # the modules of all tests, a twentieth of the time that they take
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

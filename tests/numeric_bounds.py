@@ -11,6 +11,7 @@ assert_close_as and clocks need no comment. tests/test_numeric_bounds.py fails w
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Bound:
     why: str
 
 
+@functools.cache
 def bounds() -> list[Bound]:
     """Of every file in tests, in order."""
     paths = sorted((ROOT / "tests").rglob("*.py"))
@@ -75,10 +77,14 @@ def bounds_of(source: str, path: Path) -> Iterator[Bound]:
         )
 
 
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
 def _kind(node: ast.AST, names: set[str]) -> str | None:
     """clock, reference, literal; None for what is no bound."""
     if isinstance(node, ast.Call):
-        called = ast.unparse(node.func).split(".")[-1]
+        called = _name(node)
         if called in _BY_REFERENCE:
             return "reference"
         if any(k.arg == "timeout" and _has_number(k.value) for k in node.keywords):
@@ -90,7 +96,7 @@ def _kind(node: ast.AST, names: set[str]) -> str | None:
     if not ordered:
         return None
     parts = list(ast.walk(node))
-    called = {ast.unparse(p.func).split(".")[-1] for p in parts if isinstance(p, ast.Call)}
+    called = {_name(part) for part in parts if isinstance(part, ast.Call)}
     if called & _DRAWS:
         return None
     if called & _CLOCKS:

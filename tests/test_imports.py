@@ -1,6 +1,7 @@
 """The direction of imports: a layer imports only from itself and the layers before it."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,7 @@ def layer_of(module: str) -> int | None:
     return None
 
 
+@functools.cache
 def imports() -> list[tuple[str, str, bool]]:
     """(module, what it imports, whether only type checkers run it) for every module of rl and configs."""
     found = []

@@ -52,6 +52,8 @@ def without_monarch(monkeypatch):
     monkeypatch.setattr(host_agent, "_look_at_gpus", no_gpus)
     monkeypatch.setattr(host_agent, "reap_orphans", for_ever)
     monkeypatch.setattr(hosted_run, "MONARCH", ("-c", MONARCH))
+    monkeypatch.setattr("rl.cluster.leases._PING_SECONDS", 0.1)
+    monkeypatch.setattr("rl.cluster.leases._AGAIN_SECONDS", 0.2)
     monkeypatch.setenv("TEST_MESH", MESH)
 
 
@@ -336,11 +338,11 @@ def test_a_release_is_over_once_the_host_has_done_it(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_keeps_no_other_waiting(tmp_path, monkeypatch):
     """Gigabytes of shared memory take seconds to remove."""
-    removing = threading.Event()
+    removing, looked = threading.Event(), threading.Event()
 
     def slowly(self):
         removing.set()
-        time.sleep(1.0)
+        looked.wait(1.0)
         self._kept.close()
 
     async def main():
@@ -359,6 +361,7 @@ def test_a_run_that_ends_keeps_no_other_waiting(tmp_path, monkeypatch):
             began = time.monotonic()
             await other.ping()
             assert other.is_held and time.monotonic() - began < 0.8  # holds: clock, it is not waited for
+            looked.set()
             await closing
             await other.close()
             await until(lambda: not all_of_the_run())
@@ -406,7 +409,7 @@ def test_all_who_wait_for_a_host_are_told_at_the_same_time(tmp_path):
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 
     async def main():
-        lease = a_lease(address, tmp_path, patience=3.0)
+        lease = a_lease(address, tmp_path, patience=2.5)
         began = time.monotonic()
         waiting = [asyncio.create_task(lease.worker()) for _ in range(5)]
         await asyncio.sleep(0.1)
@@ -416,7 +419,7 @@ def test_all_who_wait_for_a_host_are_told_at_the_same_time(tmp_path):
         assert {type(error) for error in await asyncio.gather(*waiting, return_exceptions=True)} == {
             ProcessDied
         }
-        assert time.monotonic() - began < 9  # one after the other, they would take 15 s
+        assert time.monotonic() - began < 9  # one after the other, they would take 12 s
 
     asyncio.run(main())
 
@@ -874,12 +877,12 @@ def test_a_lease_keeps_its_directory_whoever_asked_beside_it_while_one_before_en
 
 
 def test_a_runs_file_system_that_hangs_holds_up_no_other_run(tmp_path, monkeypatch):
-    init, hangs = hosted_run.HostedRun.__init__, threading.Event()
+    init, hangs, looked = hosted_run.HostedRun.__init__, threading.Event(), threading.Event()
 
     def slowly(run, request, *arguments):
         if request["run"] == "slow":
             hangs.set()
-            time.sleep(3)
+            looked.wait(3)
         init(run, request, *arguments)
 
     monkeypatch.setattr(hosted_run.HostedRun, "__init__", slowly)
@@ -894,6 +897,7 @@ def test_a_runs_file_system_that_hangs_holds_up_no_other_run(tmp_path, monkeypat
                 await asyncio.sleep(0.01)
             await healthy.ping()
             assert time.monotonic() - began < 1.5  # holds: clock, the file system hangs for 3 s
+            looked.set()
             await asyncio.gather(slow, return_exceptions=True)
             await healthy.close()
 

@@ -208,7 +208,7 @@ def test_who_asks_for_a_run_that_is_not_there_asks_again(tmp_path, capsys, unuse
             await asyncio.sleep(0.7)
             async with an_agent(unused_port) as first:
                 await until(lambda: first._joining() == [agent.address])
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.7)
             assert first._joining() == []  # it has not said so lately
 
     asyncio.run(main())

@@ -141,9 +141,9 @@ def _end(host: Host) -> None:
 
 @contextmanager
 def worker(
-    host: Host, log: Path, env: Mapping[str, str] | None = None, join: Host | None = None
+    host: Host, log: Path, env: Mapping[str, str] | None = None, join: Host | None = None, waits: bool = True
 ) -> Iterator[subprocess.Popen]:
-    """An `rl worker` there, once it answers. join: the host whose runs it joins."""
+    """An `rl worker` there, once it answers, or at once. join: the host whose runs it joins."""
     flags = ["--join", join.worker_address] if join else []
     with log.open("ab") as file:
         process = host.start(
@@ -151,7 +151,8 @@ def worker(
             stdout=file, stderr=file, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     try:
-        wait_for_worker(host)
+        if waits:
+            wait_for_worker(host)
         yield process
     finally:
         with suppress(psutil.Error):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.chaos.chaos import MAY_DIFFER
-from tests.hosts.namespaces import Host, hosts, worker
+from tests.hosts.namespaces import Host, hosts, wait_for_worker, worker
 
 RL = (sys.executable, "-m", "rl")
 MORTAL = "tests/recipes.py:mortal"
@@ -28,7 +28,9 @@ def two_hosts(directory: Path, count: int = 2, unshared: Sequence[Path] = ()) ->
     """Each with an `rl worker`."""
     with hosts(count, unshared) as made, ExitStack() as workers:
         for host in made:
-            workers.enter_context(worker(host, directory / f"worker-{host.number}.log"))
+            workers.enter_context(worker(host, directory / f"worker-{host.number}.log", waits=False))
+        for host in made:
+            wait_for_worker(host)
         yield made
 
 

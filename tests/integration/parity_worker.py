@@ -27,6 +27,7 @@ async def main(run_dir: Path) -> dict:
     generator = dataclasses.replace(config.generator, num_replicas=2)
     config = dataclasses.replace(config, trainer=trainer, generator=generator)
     plan = settle(config)
+    plan = dataclasses.replace(plan, replicas=tuple(r for r in plan.replicas if r.role != "reward"))
     models = model_dirs(config, plan, run_dir)
     env, tokenizer = config.env, HFTokenizer(models["model"])
     result: dict = {"synced": [], "versions": []}

@@ -59,8 +59,8 @@ def trained(tmp_path_factory):
     for name in ("queue", "random", "datasets", "tokenizers"):
         (away / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')")
     done = rl(
-        "train", "calculator", "--steps", 2, "--warmup.steps", 200, "--warmup.batch_size", 32, "--prompts_per_step", 4,
-        "--env.num_eval", 8,
+        "train", "calculator", "--steps", 2, "--warmup.steps", 100, "--warmup.batch_size", 16, "--env.corruption", 0,
+        "--trainer.num_threads", 1, "--prompts_per_step", 4, "--env.num_eval", 8,
         "--run_dir", directory, directory=away,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

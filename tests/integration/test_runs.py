@@ -84,7 +84,8 @@ def test_the_exported_model_loads_in_transformers_and_vllm_with_equal_logprobs(w
     assert tokenizer.decode(prompt, skip_special_tokens=True) == "hello>"
     model = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     script = f"""
-import json
+import gc, json
+gc.disable()  # it takes seconds of the imports
 from vllm import LLM, SamplingParams
 llm = LLM({str(run_dir / "hf")!r}, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=64 << 20, max_model_len=64)
 out = llm.generate([{{"prompt_token_ids": {prompt}}}], SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True))[0].outputs[0]

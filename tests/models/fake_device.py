@@ -6,6 +6,7 @@ tensor as numpy, raises. FSDP knows no such device and is left out: what it does
 each it prints what was raised, "" for nothing, and whether that is a complaint of a tensor's device.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -211,7 +212,6 @@ def _verbs(kind, model_dir, device, waits) -> None:
             engine.adapters.add("a", LoRA(rank=2), seed=0)
             engine.adapters.add("b", LoRA(rank=2), seed=0)
             engine.adapters.copy("a", "b")
-        engine.forward(batch, adapter)
         engine.logits(batch, adapter)
         engine.forward_backward(batch, ClippedValue(0.2) if settings.get("head") else objective, adapter)
         engine.optim_step(OptimParams(1e-3), adapter)
@@ -265,6 +265,7 @@ def main(job: dict) -> None:
 
 if __name__ == "__main__":
     sys.path.remove(os.getcwd()) if os.getcwd() in sys.path else None
+    gc.disable()  # of processes that end when they are done
     import torch  # noqa: F401  once for all copies
     import transformers  # noqa: F401
 

@@ -17,11 +17,14 @@ from pathlib import Path
 import psutil
 
 from rl.errors import WeightsUnreachable
-from rl.models.generator.engine import GeneratorEngine
-from rl.models.generator.lockstep import Lockstep
-from rl.models.generator.vllm_engine import VLLM
+from rl.processes import importing
 from rl.types import SamplingParams
 from rl.weight_sync.manifest import Manifest
+
+with importing():
+    from rl.models.generator.engine import GeneratorEngine
+    from rl.models.generator.lockstep import Lockstep
+    from rl.models.generator.vllm_engine import VLLM
 
 
 async def main(job: dict, engine: GeneratorEngine, backend: VLLM) -> dict:

@@ -56,18 +56,26 @@ def versions(tmp_path_factory):
     return directory, transport, manifests, logprobs
 
 
-def test_each_token_is_of_the_version_that_its_completion_says(versions):
+@pytest.fixture(scope="module")
+def answers(versions):
+    """Of one generator: versions that change under a long sample, its suspension, and a group of one prompt."""
+    directory, transport, manifests, _ = versions
+    config = VLLMConfig(str(directory / "model"), **(SMALL | {"kv_cache_gib": 0.5}))
+    gone = replace(manifests[1], version=GONE)
+    asked = {
+        "in_flight": [*manifests[:2], gone, manifests[2]],
+        "suspended": manifests[1],
+        "groups": list(range(1, 71)),
+    }
+    return ask(directory, config, HostIsGone(transport.directory), PROMPT, [], **asked)
+
+
+def test_each_token_is_of_the_version_that_its_completion_says(versions, answers):
     """Weights change twice under one long sample; logprobs after a change are those of a fresh prefill.
 
     Between the two comes a version whose host is gone: the one before stays.
     """
-    directory, transport, manifests, logprobs = versions
-    long_prompt = list(range(1, 71))
-    config = VLLMConfig(str(directory / "model"), **SMALL)
-    gone = replace(manifests[1], version=GONE)
-    in_flight = [*manifests[:2], gone, manifests[2]]
-    transport = HostIsGone(transport.directory)
-    answers = ask(directory, config, transport, PROMPT, [], in_flight=in_flight, groups=long_prompt)
+    *_, logprobs = versions
     assert not answers["bound to a node"]
     sample = answers["in flight"]
     assert sample["failures"] == ["the host of version 9 is gone"]
@@ -93,10 +101,7 @@ def test_the_weights_of_a_directory_are_there_from_the_start(versions):
     assert np.abs(np.subtract(found, logprobs[1](tokens))).max() < limit("generator in fp32")
 
 
-def test_a_generator_that_is_suspended_gives_its_memory_back_and_comes_back_with_the_weights(versions):
-    directory, transport, manifests, _ = versions
-    config = VLLMConfig(str(directory / "model"), **(SMALL | {"kv_cache_gib": 0.5}))
-    answers = ask(directory, config, transport, PROMPT, [], suspended=manifests[1])
+def test_a_generator_that_is_suspended_gives_its_memory_back_and_comes_back_with_the_weights(answers):
     (before, cache), (meanwhile, emptied), (after, back) = (
         answers[f"taken {when}"] for when in ("before", "meanwhile", "after")
     )

@@ -61,6 +61,7 @@ class FullDatabase(Database):
 def no_rest(monkeypatch):
     for module in ("requests", "database", "app"):
         monkeypatch.setattr(f"rl.tinker.{module}._REST_SECONDS", 0.001)
+    monkeypatch.setattr("tinker._base_client.INITIAL_RETRY_DELAY", 0.05)
 
 
 async def insist(call):
@@ -298,8 +299,9 @@ def test_a_statement_that_takes_too_long_ends(tmp_path, of_postgres, monkeypatch
 
 def test_clients_sit_out_a_database_that_is_killed_and_started_again(tmp_path, of_postgres, monkeypatch):
     """Three times, under a client of the official SDK."""
-    monkeypatch.setattr("rl.tinker.requests._REST_SECONDS", 0.1)
-    monkeypatch.setattr("rl.tinker.database._REST_SECONDS", 0.1)
+    for module in ("requests", "database", "app"):
+        monkeypatch.setattr(f"rl.tinker.{module}._REST_SECONDS", 0.1)
+    monkeypatch.setattr("tinker._base_client.INITIAL_RETRY_DELAY", 0.05)
     settings = ("fsync=off", "shared_buffers=16MB")
     with (
         postgres.postgres(settings) as server,

@@ -396,14 +396,23 @@ def test_malformed_bodies_are_refused(server):
     assert "seq_id" in post(url, "optim_step", nameless).json()["error"]
 
 
+class Held(FakeBackend):
+    is_held = False
+
+    async def _call(self, *what):
+        while self.is_held:
+            await asyncio.sleep(0.01)
+        await super()._call(*what)
+
+
 def test_a_tenant_has_so_many_requests_waiting_and_no_more(tmp_path):
-    backend = FakeBackend()
+    backend = Held()
     with serving(tmp_path / "server", backend, Limits(max_waiting=5)) as (url, _):
         training = client(url).create_lora_training_client(base_model=NAME, rank=8).result()
-        backend.delay = 3.0  # none of them ends before the last has come
+        backend.is_held = True  # none of them ends before the last has come
         codes = [post_bytes(url, request_body(training.model_id, 10 + i)).status_code for i in range(8)]
         assert codes == [200] * 5 + [429] * 3
-        backend.delay = 0.0
+        backend.is_held = False
         second = client(url, KEYS[1]).create_lora_training_client(base_model=NAME, rank=8).result()
         assert value_of(second) >= 0
 

@@ -17,7 +17,7 @@ MAX_SEQUENCES = 256
 SECONDS = 200.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Client:
     """Keeps `num_requests` of its requests at a time, or pauses after each that many."""
 
@@ -37,7 +37,7 @@ class Client:
         return Load(self.num_samples, self.prompt, self.claims or self.length)
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     client: Client
     part: Part

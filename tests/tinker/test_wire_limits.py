@@ -65,22 +65,26 @@ def test_as_much_as_the_sdk_sends_is_taken():
     wire.head_of(message((300, 128), 300, 50).SerializeToString(), WireLimits())
 
 
-ATTACKS = {
-    "empty data": b"\x1a\x00" * (32 * MIB),
-    "empty chunks in one datum": b"\x1a" + b"\x80\x80\x80\x1e" + b"\x0a\x00" * (30 * MIB),
-    "a long packed shape": pb.ForwardBackwardRequest(
-        data=[pb.Datum(loss_fn_inputs={"target_tokens": pb.Tensor(shape=[0] * MIB)})]
-    ).SerializeToString(),
-    "settings": b"\x2a\x00" * (8 * MIB),
-}
+def attacks() -> dict[str, bytes]:
+    """140 MB."""
+    shape = pb.Tensor(shape=[0] * MIB)
+    datum = pb.Datum(loss_fn_inputs={"target_tokens": shape})
+    return {
+        "empty data": b"\x1a\x00" * (32 * MIB),
+        "empty chunks in one datum": b"\x1a" + b"\x80\x80\x80\x1e" + b"\x0a\x00" * (30 * MIB),
+        "a long packed shape": pb.ForwardBackwardRequest(data=[datum]).SerializeToString(),
+        "settings": b"\x2a\x00" * (8 * MIB),
+    }
+
+
 _PARSE = """
 import os, resource, sys
 sys.path.insert(0, ".")
 from rl.tinker import wire
 from rl.tinker.backend import UserError
 from rl.tinker.wire_limits import WireLimits
-from tests.tinker.test_wire_limits import ATTACKS
-for name, body in ATTACKS.items():  # each in a fork: the most memory that a process ever had is its own
+from tests.tinker.test_wire_limits import attacks
+for name, body in attacks().items():  # each in a fork: the most memory that a process ever had is its own
     if not os.fork():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
@@ -95,7 +99,9 @@ for name, body in ATTACKS.items():  # each in a fork: the most memory that a pro
 def test_many_small_messages_are_counted_before_they_are_made():
     done = subprocess.run([sys.executable, "-c", _PARSE], capture_output=True, text=True, check=True)
     rows = [line.split("|", 2) for line in done.stdout.splitlines()]
-    assert [name for name, _, _ in rows] == [*ATTACKS]
+    assert [name for name, _, _ in rows] == [
+        "empty data", "empty chunks in one datum", "a long packed shape", "settings"
+    ]  # fmt: skip
     for name, kib, error in rows:
         assert int(kib) < 50 * 1024, name
         assert "fields; send less at once" in error or "is a list of" in error
