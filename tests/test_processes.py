@@ -17,8 +17,10 @@ from fastapi import FastAPI
 from configs.quickstart import quickstart
 from rl.controller import run
 from rl.errors import TERMINATED
-from rl.processes import ProcessInfo, is_gone, is_stopped
+from rl.host_protocol import own_host
+from rl.processes import LEASE, ProcessInfo, Reaper, is_gone, is_stopped, process_info, reap_orphans
 from rl.tinker import serve
+from tests.virtual_time import run_virtually
 
 PROTECTED = """
 import os, signal, subprocess, threading
@@ -205,3 +207,24 @@ def test_a_containers_first_process_ends_when_it_is_told_to_from_its_start_on():
         (first,) = psutil.Process(outside.pid).children()
         first.terminate()
         assert outside.wait(20) == TERMINATED and "rl: interrupted" in outside.stderr.read()
+
+
+def test_a_process_says_by_which_lease_it_is_where_it_is(monkeypatch):
+    """By another lease it would be taken for gone."""
+    monkeypatch.delenv(LEASE, raising=False)
+    assert process_info() == ProcessInfo(os.getpid(), own_host(), "cpu", "")
+    monkeypatch.setenv(LEASE, "a lease")
+    assert process_info("cuda:3") == ProcessInfo(os.getpid(), own_host(), "cuda:3", "a lease")
+
+
+def test_orphans_are_looked_for_as_long_as_a_run_goes_on_and_not_all_the_time(monkeypatch):
+    looks = []
+    monkeypatch.setattr(Reaper, "reap", lambda self: looks.append(1))
+
+    async def main():
+        reaping = asyncio.create_task(reap_orphans())
+        await asyncio.sleep(61)
+        reaping.cancel()
+
+    run_virtually(main())
+    assert 2 <= len(looks) <= 31

@@ -224,7 +224,8 @@ class RunStages:
         if self._unrecorded is not None:
             self.record(*self._unrecorded)
         step, path = f"step {self._done}", self._recorder.run_dir / "checkpoints" / f"step-{self._done}"
-        if self._actors.trainer.is_stuck:
+        critic = self._actors.critic
+        if self._actors.trainer.is_stuck or (critic is not None and critic.is_stuck):
             return
         why = "interrupted" if isinstance(end, asyncio.CancelledError) else str(end) or repr(end)
         try:

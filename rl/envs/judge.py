@@ -151,9 +151,9 @@ class Judge:
         key = os.environ.get(self.api_key_variable if self.base_url else OWN_KEY, "none")
         headers = {"Authorization": f"Bearer {key}"}
         deadline, failure = self._deadline() if deadline is None else deadline, "none"
-        tries = 0
+        tries, is_late = 0, False
         while tries <= self.max_retries and (left := deadline - time.monotonic()) > 0:
-            tries += 1
+            tries, is_late = tries + 1, False
             try:
                 is_own = not self.base_url
                 reply = _post(f"{url.rstrip('/')}/chat/completions", body, headers, left, is_own)
@@ -171,9 +171,9 @@ class Judge:
                 if reply.status_code < 500 and reply.status_code != 429:
                     break
             except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
-                failure = one_line(error)
-            time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
-        is_late = time.monotonic() >= deadline
+                failure, is_late = one_line(error), isinstance(error, TimeoutError)
+            if tries <= self.max_retries:
+                time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
         end, remedy = "gave no reply", ""
         if is_late:
             end = f"did not answer within {self.seconds:g} s"

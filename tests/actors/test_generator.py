@@ -11,9 +11,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from monarch.actor import ActorError
 
 from rl.actors.generator import Generator, GeneratorProcesses
 from rl.actors.remote import ProcessDied
+from rl.errors import GeneratorFailed
 from rl.models.generator.commands import Admit, Progress, Tick
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.observability.timeline import Timeline
@@ -142,3 +144,28 @@ def test_it_decodes_while_a_version_comes_from_another_host(monkeypatch):
     finally:
         generator._thread.shutdown()
     assert order == ["prefetch", "Admit", "Load"]
+
+
+BROKEN_CALLS = {
+    "sample": lambda member: member.sample([1], 1, SamplingParams(1)),
+    "load_weights": lambda member: member.load_weights(Manifest(1, ())),
+    "suspend": lambda member: member.suspend(),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_CALLS)
+def test_a_generator_whose_engine_is_broken_is_as_good_as_dead(name):
+    """So it is started again, and another has its work."""
+
+    async def fails(*args):
+        raise ActorError(GeneratorFailed("vLLM ended by an error: out of memory"))
+
+    class Broken:
+        def slice(self, procs):
+            return SimpleNamespace(**{each: SimpleNamespace(call=fails) for each in BROKEN_CALLS})
+
+    async def main():
+        await BROKEN_CALLS[name](generator(Broken()))
+
+    with pytest.raises(ProcessDied, match="^generator-0: vLLM ended by an error: out of memory$"):
+        run(main())

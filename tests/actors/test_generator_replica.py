@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from rl.actors import generator_replica
+from rl.actors import generator_pool, generator_replica
 from rl.actors import replica as module
 from rl.actors.generator_pool import GeneratorPool
 from rl.actors.generator_replica import GeneratorReplica, Updates
@@ -513,5 +513,32 @@ def test_nothing_is_kept_of_requests_that_were_answered():
             await asyncio.gather(*(world.pool.sample([i], 1, PARAMS) for i in range(5)))
             await asyncio.sleep(0.01)
             assert not world.pool.replicas[0]._sent
+
+    run(main)
+
+
+def test_of_more_prompts_than_are_remembered_the_one_that_was_asked_longest_ago_is_forgotten(monkeypatch):
+    """A run of weeks has millions of prompts: they would fill the controller's memory."""
+    monkeypatch.setattr(generator_pool, "_NUM_HOMES", 2)
+
+    async def main():
+        async with running(World(2)) as world:
+            await world.publish(0)
+            await world.until(lambda: world.pool.num_serving == 2)
+
+            async def asked(number):
+                """Which of the two is asked for the prompt: the first, where neither has its prefix."""
+                before = len(world.process(1).waves)
+                await world.pool.sample([number] * 40, 1, PARAMS)
+                return len(world.process(1).waves) - before
+
+            world.process(0).release.clear()
+            busy = asyncio.create_task(world.pool.sample([9] * 40, 1, PARAMS))
+            await asyncio.sleep(0.01)
+            assert await asked(1) == 1  # the first has something to do
+            world.process(0).release.set()
+            await busy
+            assert [await asked(number) for number in (1, 2, 1, 3, 1)] == [1, 0, 1, 0, 1]
+            assert [await asked(number) for number in (4, 5, 1)] == [0, 0, 0]
 
     run(main)

@@ -155,3 +155,25 @@ def test_the_generator_ends_what_a_client_does_not_wait_for_any_more(monkeypatch
             assert processes.given_up == [processes.slow]
 
     asyncio.run(main())
+
+
+def test_a_question_is_sampled_as_it_asks_and_may_leave_room_for_one_token(monkeypatch):
+    def asking(num_letters, **more):
+        return {"messages": [{"role": "user", "content": "a" * num_letters}], **more}
+
+    how = {"temperature": 0.25, "top_p": 0.5, "seed": 2**31 + 7, "n": 3, "max_tokens": 9}
+    bodies = [asking(1, **how, max_completion_tokens=5), asking(199), asking(200)]
+
+    async def main():
+        async with serving(monkeypatch) as (url, key, processes), httpx.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            answers = [await client.post(f"{url}/chat/completions", json=b, headers=headers) for b in bodies]
+            return answers, processes.asked
+
+    answers, asked = asyncio.run(main())
+    assert [answer.status_code for answer in answers] == [200, 200, 400]
+    (_, num, first), (_, _, fitting) = asked
+    assert (num, first.temperature, first.top_p, first.seed, first.max_new_tokens) == (3, 0.25, 0.5, 7, 5)
+    assert fitting.max_new_tokens == 1
+    choices = answers[0].json()["choices"]
+    assert [(each["index"], each["message"]["content"]) for each in choices] == [(0, "7"), (1, "7"), (2, "7")]

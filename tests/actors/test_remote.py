@@ -5,10 +5,12 @@ import subprocess
 import time
 
 import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
 
 from rl.actors import remote
 from rl.actors.remote import Caller, Deadline, ProcessDied
-from rl.errors import RunError
+from rl.errors import ConfigError, DamagedCheckpoint, NotFinite, RunError
 from rl.host_protocol import own_host
 from rl.processes import ProcessInfo
 
@@ -59,3 +61,26 @@ def test_a_death_on_this_host_that_monarch_never_tells_of_is_noticed(monkeypatch
     seconds = asyncio.run(main())
     child.wait()
     assert seconds > 0.2  # holds: meaning, Monarch's own words would come first
+
+
+BROKEN = DamagedCheckpoint("step-4 is broken")
+NAN = NotFinite("the loss is nan", "loss")
+WRONG = ConfigError("no such model; give another")
+REFUSED = "it failed:\nTraceback\nrl.errors.ConfigError: ArchX is not supported; use another model\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "words"),
+    [
+        (ActorError(BROKEN), DamagedCheckpoint, "step-4 is broken"),
+        (ActorError(NAN), NotFinite, "the loss is nan"),
+        (ActorError(WRONG), ConfigError, "no such model; give another"),
+        (ActorError(KeyError("x")), RunError, "trainer.start failed: KeyError('x'); see logs/"),
+        (SupervisionError(REFUSED), RunError, "ArchX is not supported; use another model"),
+    ],
+)
+def test_what_a_process_raises_of_rl_is_raised_here_and_no_death(raised, kind, words):
+    """A checkpoint that is damaged is passed over by its kind; what a constructor refuses arrives as text."""
+    with pytest.raises((RunError, ConfigError)) as failure:
+        call(raised)
+    assert (type(failure.value), str(failure.value)) == (kind, words)

@@ -1,7 +1,8 @@
 """A reward worker's own part of episodes, without its process."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from rl.actors.replica import Replica
 from rl.actors.reward import EpisodeCall, RewardPool, RewardProcess, RewardWorker
 from rl.errors import EpisodeLost
 from rl.observability.timeline import Timeline
+from rl.types import Score
 from rl.waiting import Deadlines, Signal
+from tests.virtual_time import run_virtually
 
 
 class Host:
@@ -136,3 +139,59 @@ def test_a_worker_that_answers_nothing_is_dead_after_deadlines_progress():
     worker = RewardProcess("reward-0", None, Silent, 5.0, deadlines, Timeline())
     with pytest.raises(ProcessDied, match="did not finish ready within 0 s .* or raise --deadlines.progress"):
         asyncio.run(worker.check())
+
+
+def test_a_worker_has_its_limit_for_each_rollout_and_once_more(monkeypatch):
+    """What was given up before ends first. Past that it is as good as dead, and another takes its work."""
+    monkeypatch.setattr(reward, "START_SECONDS", 5.0)
+    seconds = 29.0
+
+    async def score(rollouts):
+        await asyncio.sleep(seconds)
+        return {None: [Score(1.0)] * len(rollouts)}
+
+    async def main():
+        nonlocal seconds
+        actor = SimpleNamespace(score=SimpleNamespace(call=score))
+        worker = RewardProcess("reward-0", None, actor, 5.0, Deadlines(), Timeline())
+        assert [score.reward for score in await worker.score([None, None])] == [1.0, 1.0]
+        seconds = 1e6
+        words = r"did not finish score within 30 s .*, or raise --reward.limit_seconds$"
+        with pytest.raises(ProcessDied, match=words):
+            await worker.score([None, None])
+
+    run_virtually(main())
+
+
+class Playing(Dying):
+    """Its episodes begin, and do not end by themselves."""
+
+    async def ask_episode(self, call):
+        self.num_asked += 1
+        return "begun"
+
+    async def close_episode(self, number):
+        pass
+
+
+def test_each_episode_is_opened_on_the_worker_with_the_fewest_of_them():
+    async def main():
+        processes, changed = [], Signal()
+
+        async def spawn():
+            processes.append(Playing())
+            return processes[-1]
+
+        workers = [Replica(f"reward-{number}", spawn, 5, changed) for number in range(3)]
+        pool = RewardPool("reward worker", workers, changed, 8)
+        running = asyncio.create_task(pool.run())
+        await changed.wait_for(lambda: pool.num_serving == 3)
+        problem = calculator().env.train_problem(1)
+        async with AsyncExitStack() as stack:
+            for seed in range(6):
+                episode = await stack.enter_async_context(pool.open(problem, seed))
+                assert await episode.begin() == "begun"
+        running.cancel()
+        return [process.num_asked for process in processes]
+
+    assert asyncio.run(main()) == [2, 2, 2]

@@ -2,10 +2,11 @@
 
 import asyncio
 import dataclasses
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 
 import pytest
 
+from configs.calculator import calculator
 from configs.quickstart import quickstart
 from rl.actors.engine_actor import EngineActor
 from rl.actors.generator import Generator
@@ -155,3 +156,71 @@ def test_models_and_the_directory_are_needed_where_roles_are():
     assert sharers(plan) == {0: "trainer", 1: "trainer", 2: "trainer"}
     served = dataclasses.replace(plan, command="serve", spare_hosts=())
     assert sharers(served) == {0: "trainer", 1: "trainer", 3: "generator"}
+
+
+class Losing(FakeLauncher):
+    """Some of its hosts do not answer."""
+
+    def __init__(self, plan, gone):
+        super().__init__(plan)
+        self.gone, self.asked = gone, []
+
+    async def lost(self, hosts, others=()):
+        self.asked.append(({*hosts}, [*others]))
+        return frozenset(self.gone)
+
+
+@pytest.mark.parametrize(
+    ("gone", "can_go_on", "where", "words"),
+    [
+        ((), True, (0, 1), ""),
+        ((1,), True, (0, 0), "does not answer; they go on without it"),
+        ((1,), False, (0, 1), "does not answer; they wait for it: two processes need two hosts"),
+    ],
+)
+def test_engines_start_without_a_host_that_is_lost_where_they_can(
+    gone, can_go_on, where, words, models, tmp_path, caplog
+):
+    hosts = tuple(Host(8, 64.0, address=f"10.0.0.{number}:7000") for number in (1, 2))
+    trainer = TrainerConfig(layout=Layout(shard=2), hosts=(0, 1))
+    config = dataclasses.replace(quickstart(), trainer=trainer)
+    plan = without_torchstore(settle(config, "train", Cluster(hosts)))
+    launcher = Losing(plan, gone)
+
+    def engines_without(lost):
+        assert {*lost} == {1}
+        if not can_go_on:
+            return "two processes need two hosts"
+        (planned,) = plan.of("trainer")
+        processes = tuple(dataclasses.replace(process, host=0) for process in planned.processes)
+        return (dataclasses.replace(planned, processes=processes),)
+
+    async def run():
+        more = {"launcher": launcher, "engines_without": engines_without}
+        async with launch(plan, models, tmp_path / "run", SortLetters(), **more):
+            pass
+
+    asyncio.run(run())
+    (spawned,) = (spawned for spawned in launcher.spawned if spawned.name == "trainer")
+    assert spawned.hosts == where and launcher.asked == [({0, 1}, [0, 1])]
+    assert words in caplog.text
+
+
+def test_as_many_episodes_are_under_way_as_the_environment_allows(models, tmp_path):
+    env = dataclasses.replace(calculator().env, max_episodes=2)
+    plan = without_torchstore(settle(calculator(), "train", Cluster((Host(8, 64.0),))))
+    problem = env.train_problem(1)
+
+    async def run():
+        async with launch(plan, models, tmp_path / "run", env, launcher=FakeLauncher(plan)) as actors:
+            third = actors.rewards.open(problem, 3)
+            async with AsyncExitStack() as first_two:
+                for seed in (1, 2):
+                    await first_two.enter_async_context(actors.rewards.open(problem, seed))
+                opening = asyncio.create_task(third.__aenter__())
+                await asyncio.sleep(0.05)
+                assert not opening.done()
+            await opening
+            await third.__aexit__(None, None, None)
+
+    asyncio.run(asyncio.wait_for(run(), 20))

@@ -13,11 +13,13 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
 from torch.distributed.rendezvous import rendezvous
 
 from configs.quickstart import quickstart
+from rl.actors.remote import ProcessDied
 from rl.cluster.host_agent import SILENCE_SECONDS
-from rl.cluster.launch import _Start, launch
+from rl.cluster.launch import _Start, launch, launcher_of
 from rl.cluster.launchers import Hosts, ThisHost
 from rl.cluster.leases import Lease
 from rl.cluster.spawn import GROUP_ENVIRONMENT, Procs, _prepare_process, join_group
@@ -25,8 +27,9 @@ from rl.config.settle import settle
 from rl.errors import RunError
 from rl.host_protocol import MARK
 from rl.observability.timeline import Timeline
-from rl.plan.cluster import Cluster, Host
+from rl.plan.cluster import GPU, Cluster, Host
 from rl.processes import PARENT, allow_many_files
+from rl.weight_sync.manifest import MODEL, Manifest, Shard
 from tests.plans import AMPLE
 from tests.virtual_time import run_virtually
 
@@ -226,3 +229,77 @@ def test_directories_are_absolute_wherever_processes_are_started(tmp_path, monke
     monkeypatch.setattr("rl.cluster.launch.temporary_files", nullcontext)  # as the janitor of its directory
     with pytest.raises(RuntimeError, match=f"{tmp_path}/a/run {tmp_path}/a/model"):
         asyncio.run(main())
+
+
+def test_a_version_that_is_freed_is_freed_on_other_hosts_too(tmp_path, monkeypatch):
+    """Their shared memory holds what their generators have read."""
+    here, elsewhere = [], []
+
+    class Transport:
+        def __init__(self, directory, run, with_delta):
+            pass
+
+        async def release(self, manifest):
+            here.append(manifest.version)
+
+    class Noting(ThisHost):
+        async def release(self, paths):
+            elsewhere.append([*paths])
+
+    monkeypatch.setattr("rl.cluster.launch.SharedMemory", Transport)
+    config = quickstart()
+    plan = settle(config, cluster=AMPLE)
+
+    def writing(version):
+        shard = Shard("w", torch.float32, (1,), (0,), (1,), f"/dev/shm/x/model-v{version}-rank0.bin:0")
+
+        async def write():
+            return Manifest(version, (shard,))
+
+        return write
+
+    async def main():
+        launcher, models = Noting(plan.cluster), {"model": tmp_path}
+        start = _Start(plan, models, tmp_path, tmp_path, config.env, Timeline(), launcher)
+        store = (await start.actors()).store
+        for version in (1, 2):
+            await store.publish(MODEL, writing(version))
+
+    asyncio.run(main())
+    assert here == [1] and elsewhere == [["/dev/shm/x/model-v1-rank0.bin"]]
+
+
+def test_a_run_whose_hosts_are_named_is_started_there_and_who_joins_later_needs_what_starts_there():
+    first = Host(4, 64.0, address="10.0.0.1:7000")
+    alone = settle(quickstart(), cluster=Cluster((first,)))
+    generator = alone.of("generator")[0]
+    memory = {"generate": SimpleNamespace(total=3.0 * 2**30)}
+    arrives = replace(generator.processes[0], host=1, memory=memory)
+    later = replace(generator, name="generator-1", processes=(arrives,))
+    plan = replace(alone, cluster=alone.cluster.with_joining(1), replicas=(*alone.replicas, later))
+    launcher = launcher_of(plan)
+    assert isinstance(launcher, Hosts) and launcher.visitor(0) is None
+    assert (launcher.visitor(1).who, launcher.visitor(1).needed_gib) == ("generator-1", 3.0)
+    joining = replace(plan.cluster.hosts[1], gpus=(GPU("H100", 79.2, (9, 0)),))
+    with_gpu = launcher_of(replace(plan, cluster=Cluster((first, joining))))
+    assert with_gpu.visitor(1).needed_gib == 0.0  # of the host's own memory nothing is planned with there
+    assert isinstance(launcher_of(settle(quickstart(), cluster=AMPLE)), ThisHost)
+
+
+def test_hosts_of_engines_are_waited_for_and_of_others_it_is_asked_whether_they_are_there_now():
+    hosts = Cluster(tuple(Host(4, 64.0, address=f"10.0.0.{number}:7000") for number in (1, 2, 3)))
+    launcher, asked = Hosts(settle(quickstart(), cluster=hosts)), []
+
+    class Asked:
+        def __init__(self, number, is_there):
+            self.number, self.is_there = number, is_there
+
+        async def worker(self, patience=None):
+            asked.append((self.number, patience))
+            if not self.is_there:
+                raise ProcessDied("host does not answer")
+            return "monarch"
+
+    launcher._leases = [Asked(0, True), Asked(1, False), Asked(2, False)]
+    assert asyncio.run(launcher.lost({0, 1}, [0, 1, 2])) == {1, 2}
+    assert sorted(asked) == [(0, None), (1, None), (2, 0.0)]

@@ -11,7 +11,8 @@ import pytest
 
 from configs.quickstart import quickstart
 from rl.actors.reference import ReferenceMesh
-from rl.controller.checkpoints import load_checkpoint, refresh_reference, save_checkpoint
+from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_reference, save_checkpoint
+from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
 from rl.models.checkpoint_dir import critic_path, is_complete, prune, rename
 from tests.controller.fakes import FakeEngine, fake_actors
@@ -258,3 +259,12 @@ def test_a_run_that_begins_again_notes_no_reference_of_its_earlier_life(tmp_path
             run.check()
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_after_a_warm_up_critic_and_reference_are_the_policy_and_a_teacher_is_not(teacher, tmp_path):
+    actors, calls = fake_actors(replace(SETTINGS, advantages=GAE()), tmp_path)
+    asyncio.run(begin_at_policy(actors, tmp_path, teacher=teacher))
+    taken = {(who, what[0]) for who, verb, *what in calls if verb == "load_weights"}
+    assert taken == {("critic", "hf")} | (set() if teacher else {("reference", "step-0")})
+    assert not (tmp_path / "warm_start").exists()

@@ -118,3 +118,19 @@ def test_the_time_of_a_publication_is_one_steps(tmp_path, monkeypatch):
     _, recorder = run_fakes(config, tmp_path)
     seconds = [metrics["time/sync_blocking"] for metrics in recorder.steps.values()]
     assert seconds[:2] == [0.0, 0.0] and seconds[2] >= 0.1  # holds: meaning, it slept so long
+
+
+def test_what_was_sampled_and_not_trained_on_is_counted_and_part_of_a_step_s_metrics(tmp_path):
+    """Else rewards would be of prompts alone that are neither solved nor hopeless."""
+    config = replace(SMALL, steps=3, prompts_per_step=4, group_size=2)
+    for name in ("all", "some"):
+        (tmp_path / name).mkdir()
+    _, whole = run_fakes(config, tmp_path / "all")
+    _, recorder = run_fakes(replace(config, resampling_rounds=1), tmp_path / "some")
+    assert not any("resampling/extra_prompts" in metrics for metrics in whole.steps.values())
+    extra = [recorder.steps[step]["resampling/extra_prompts"] for step in (1, 2, 3)]
+    assert extra == [len(recorder.groups[step]) - 4 for step in (1, 2, 3)] and any(extra)
+    for step in (1, 2, 3):
+        scores = [score for group in recorder.groups[step] for score in group.scores]
+        failed = sum(score.error is not None for score in scores)
+        assert len(scores) == 2 * (4 + extra[step - 1]) and recorder.steps[step]["reward/errors"] == failed

@@ -16,6 +16,7 @@ from rl.controller.held_groups import read_prompts
 from rl.controller.stages import RunStages
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
+from rl.loss.advantages.gae import GAE
 from rl.loss.correction import Correction
 from rl.models.checkpoint_dir import latest
 from rl.models.tokenizer import HFTokenizer
@@ -166,3 +167,27 @@ def test_an_evaluation_beside_training_that_fails_ends_the_run_at_the_next_step(
     recorder = QuietRecorder(tmp_path)
     end = run_to_its_end(config(max_offpolicy_steps=1), tmp_path, recorder)
     assert str(end) == "evaluation of step 2 failed" and list(recorder.steps)[-1] < 6
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_no_checkpoint_is_asked_for_where_a_rank_of_the_critic_hangs(tmp_path, monkeypatch, is_stuck):
+    """Its part comes first: it would be waited for until the deadline of checkpoints."""
+    forward, save, asked, saved = FakeEngine.forward, FakeEngine.save_checkpoint, [], []
+
+    async def third_fails(engine, batch, adapter=None):
+        if engine.name == "critic":
+            asked.append(batch)
+            if len(asked) == 3:
+                engine._caller.is_stuck = is_stuck
+                raise RunError("out of memory")
+        return await forward(engine, batch, adapter)
+
+    async def note(engine, *arguments, **options):
+        saved.append((engine.name, len(asked)))
+        return await save(engine, *arguments, **options)
+
+    monkeypatch.setattr(FakeEngine, "forward", third_fails)
+    monkeypatch.setattr(FakeEngine, "save_checkpoint", note)
+    end = run_to_its_end(config(advantages=GAE()), tmp_path, QuietRecorder(tmp_path))
+    assert str(end) == "out of memory"
+    assert [name for name, count in saved if count == 3] == ([] if is_stuck else ["critic", "trainer"])

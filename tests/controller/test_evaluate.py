@@ -5,6 +5,8 @@
 import asyncio
 import dataclasses
 import json
+import re
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import combinations, product
@@ -32,7 +34,7 @@ from rl.models.random_weights import draw_once
 from rl.owned_directory import temporary_directory
 from rl.plan.cluster import Cluster, Host
 from rl.types import LoRA, Score
-from tests.controller.fakes import run_fakes
+from tests.controller.fakes import fake_actors, run_fakes
 from tests.controller.test_training_batch import group
 
 
@@ -307,3 +309,64 @@ def test_what_the_infrastructure_lost_lowers_no_pass_at_k_and_is_counted():
     assert metrics["pass@2"] == pytest.approx(1 - 1 / 6) and metrics["pass@4"] == 1.0
     nothing = measures([group(1)], [group(lost, lost)])
     assert nothing["errors of 2"] == 2 and not any(name.startswith("pass@") for name in nothing)
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """A run of six steps, its metrics by step, and what is asked of the actors that a command starts."""
+    monkeypatch.chdir(tmp_path)
+    config = replace(
+        QUICKSTART, env=replace(QUICKSTART.env, num_eval=4), warmup=WarmupConfig(), steps=6, save_every=2,
+        keep_checkpoints=3, record_batches=6, prompts_per_step=8, group_size=4, eval_every=6,
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    _, recorder = run_fakes(config, run_dir)
+    write_config(run_dir, "quickstart", config)
+    actors, calls = fake_actors(config, tmp_path)
+
+    @asynccontextmanager
+    async def launch(*_):
+        yield actors
+
+    for module in (evaluation, replaying):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "temporary_directory", lambda: tmp_path)
+    return run_dir, recorder.steps, calls
+
+
+def test_a_step_is_replayed_from_the_checkpoint_before_it_and_compared_with_what_was_recorded(
+    recorded, capsys
+):
+    run_dir, steps, _ = recorded
+    lines = [{"step": 6, "eval/accuracy": 1.0}]
+    lines += [{"step": n, **{name: float(value) for name, value in of.items()}} for n, of in steps.items()]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay([str(run_dir), "--step", "6"]) == 0
+    out = capsys.readouterr().out
+    assert f"steps 5 to 6, from {run_dir}/checkpoints/step-4" in out
+    table = out[out.index("\nstep 6 ") + 1 :].partition("\n")[2]
+    rows = {name: rest for name, *rest in re.findall(r"^(\S+) +(\S+) +(\S+) +(\S+)$", table, re.M)}
+    assert {"loss", "grad_norm", "lr", "updates"} <= rows.keys()
+    assert all(before == now for before, now, _ in rows.values()), rows
+    assert rows["loss"] == [f"{steps[6]['loss']:.6g}"] * 2 + ["0.0e+00"]
+    assert f"{steps[5]['loss']:.6g}" != rows["loss"][1]
+
+
+def test_an_evaluation_is_of_the_weights_of_its_checkpoint_greedy_and_as_often_sampled_as_asked(
+    recorded, tmp_path
+):
+    run_dir, _, calls = recorded
+    out = tmp_path / "eval"
+    words = ["--samples", "3", "--run_dir", str(out), "--env.num_eval", "4"]
+    assert evaluate([str(run_dir / "checkpoints" / "step-2"), "quickstart", *words]) == 0
+    assert [call[1:] for call in calls if call[0] == "trainer"] == [
+        ("load_checkpoint", "step-2"), ("publish_weights", 0),
+    ]  # fmt: skip
+    asked = Counter((call[2], call[3].temperature) for call in calls if call[0] == "generators")
+    assert dict(asked) == {(1, 0.0): 4, (3, 1.0): 4}
+    report = json.loads((out / "eval.json").read_text())
+    assert (report["model"], report["samples"]) == (f"{run_dir}/checkpoints/step-2", 3)
+    assert {"eval/accuracy", "errors of 3", "mean reward of 3", "pass@1"} <= report["quickstart"].keys()
+    answers = [json.loads(line) for line in (out / "rollouts.jsonl").open()]
+    assert [answer["split"] for answer in answers] == ["greedy"] * 4 + ["sampled"] * 12

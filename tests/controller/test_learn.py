@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rl.batching import supervised_sample
+from rl.config import WarmupConfig
 from rl.controller.parity import Parity
 from rl.controller.training_batch import TrainingBatch, TrainingGroup
 from rl.controller.update import StepFailed, denominator, learn, minibatches, stream
@@ -18,7 +19,7 @@ from rl.errors import NotFinite, RunError
 from rl.loss.advantages.gae import GAE
 from rl.models.engine_config import EngineConfig
 from rl.types import Group, OptimParams, Problem, Rollout, Score, Segment, StopReason, VersionRange
-from tests.controller.fakes import FakeEngine
+from tests.controller.fakes import FakeEngine, run_fakes
 from tests.controller.test_update import config
 
 GROUPS = [
@@ -201,3 +202,19 @@ def test_what_a_step_failed_of_is_found_without_a_change_of_the_weights(
 def test_what_the_critic_learned_is_in_the_metrics():
     metrics, _ = run(TrainingBatch(GROUPS), updater(Engine()), updater(Engine()), advantages=GAE())
     assert (metrics["critic/grad_norm"], metrics["critic/loss"]) == (1.0, 0.0)
+
+
+def test_a_warm_up_takes_means_over_its_tokens_and_leaves_a_fresh_optimizer(tmp_path):
+    warmup = WarmupConfig(steps=2, batch_size=3, lr=0.5)
+    calls, _ = run_fakes(config(warmup=warmup, steps=1), tmp_path)
+    steps, num_tokens = [], 0
+    for _, verb, *rest in calls:
+        if verb == "learn":
+            num_tokens += len(rest[0])
+        elif verb == "step":
+            steps.append((rest[0], num_tokens))
+            num_tokens = 0
+        elif verb == "reset_optimizer":
+            break
+    assert len(steps) == 2
+    assert [params for params, _ in steps] == [OptimParams(0.5, 1 / num) for _, num in steps]

@@ -204,3 +204,25 @@ def test_what_is_left_behind_is_copied_by_the_thread_that_writes(damaged, tmp_pa
     run(config(), tmp_path / "run")
     assert len(threads) == (3 if damaged else 1)
     assert threading.main_thread() not in threads
+
+
+def test_where_every_critic_s_part_is_damaged_the_policy_begins_again_too(tmp_path, monkeypatch):
+    """Each policy has been loaded by the time that its critic's damage shows."""
+    settings = config(**ALGORITHMS["a critic"], keep_checkpoints=0)
+    expected, _, updates, _ = run(settings, tmp_path)
+    for parts in ("checkpoints", "critic_checkpoints"):
+        kept = {path.name for path in (tmp_path / parts).iterdir()}
+        assert kept == {"step-2", "step-4", "step-5"}
+    load = FakeEngine.load_checkpoint
+
+    async def load_checkpoint(engine, path):
+        if engine.name == "critic":
+            raise DamagedCheckpoint(f"{path} is broken")
+        return await load(engine, path)
+
+    monkeypatch.setattr(FakeEngine, "load_checkpoint", load_checkpoint)
+    resumed = replace(settings, resume=str(tmp_path / "checkpoints" / "step-5"))
+    got, _, updates_again, restarts = run(resumed, tmp_path, goes_on=True)
+    steps, steps_again = ([line for line in lines if "loss" in line] for lines in (expected, got))
+    assert steps_again == steps and [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert (updates_again, restarts) == (updates, 1)

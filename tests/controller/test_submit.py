@@ -415,3 +415,13 @@ def test_a_job_starts_in_the_directory_that_its_submission_wrote_to(launcher, tm
 def test_a_time_of_slurms_in_seconds(text, seconds):
     """Its formats are in sbatch's manual, at --time."""
     assert seconds_of(text) == seconds
+
+
+def test_what_is_not_asked_for_is_not_in_a_manifest():
+    """A Secret without a name is refused, and a pod of 0Gi is killed."""
+    job = KubernetesJob(image="rl:1", claim="runs", cpus_per_node=4)
+    service, manifest = yaml.safe_load_all(job.text(Path("/runs/one"), ["rl"]))
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert container["envFrom"] == []
+    assert container["resources"] == {"limits": {"cpu": "4"}, "requests": {"cpu": "4"}}
+    assert service["spec"]["publishNotReadyAddresses"] is True  # pods meet before they are ready

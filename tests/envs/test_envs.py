@@ -1,7 +1,9 @@
 import asyncio
 import json
+import sys
 from decimal import Decimal
 from itertools import product
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -342,3 +344,65 @@ def test_the_last_number_of_a_text(text, number):
 
 def test_a_text_without_digits_has_no_number():
     assert last_number("none at all - or, perhaps.") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "response", "reward"),
+    [
+        ({}, "3 + 5 is 8", 1.0),
+        ({}, "It is 18", 0.0),
+        ({}, "I do not know", 0.0),
+        ({"partial_credit": "dataset"}, "It is 18", 0.125),
+        ({"partial_credit": "distance"}, "It is 18", 0.5 / 3),
+        ({"partial_credit": "distance"}, "It is 3", 0.25),
+        ({"partial_credit": "distance"}, "It is 8", 1.0),
+        ({"answers": "line"}, "so\n8\n", 1.0),
+        ({"answers": "line"}, "8\nso", 0.0),
+        ({"answers": "tag"}, "<answer>7</answer> no, <answer> 8 </answer> of 9", 1.0),
+        ({"answers": "tag"}, "8", 0.0),
+    ],
+)
+def test_reasoning_gym_scores_the_answer_and_a_wrong_one_gets_what_is_set(
+    monkeypatch, settings, response, reward
+):
+    asked = []
+
+    class Sums(list):
+        def score_answer(self, answer, entry):
+            return 1.0 if answer == entry["answer"] else 0.125
+
+    def create_dataset(name, **options):
+        asked.append((name, options))
+        return Sums([{"question": f"{options['seed']}?", "answer": "8"}])
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
+    env = ReasoningGym(options=(("max_terms", 2),), **settings)
+    problem = env.generate(2**32 + 7)
+    assert (problem.question, problem.answer) == ("7?", "8")
+    assert asked == [("chain_sum", {"seed": 7, "size": 1, "max_terms": 2})]
+    assert env.reward(problem, response, StopReason.STOP) == reward
+    assert env.reward(problem, response, StopReason.LENGTH) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [("Paris", " Paris\n", 1.0), (" Paris ", "Paris", 1.0), ("Paris", "paris", 0.0), ("7", "It is 7", 0.0)],
+)
+def test_an_exact_answer_is_the_whole_response_but_for_blanks_around_it(answer, response, reward):
+    env = QuestionFile(match="exact")
+    assert env.reward(Problem("1", "q", answer), response, StopReason.STOP) == reward
+    assert env.reward(Problem("1", "q", answer), response, StopReason.LENGTH) == 0.0
+
+
+@pytest.mark.parametrize("length", [10, 2047, 2048, 5000])
+def test_a_group_has_its_answers_however_long_they_are(length):
+    class Sampler:
+        async def sample(self, prompt, n, params):
+            logprobs, versions = [-1.0] * length, VersionRange(0, 0)
+            return [Completion([97 + i] * length, logprobs, versions, StopReason.LENGTH) for i in range(n)]
+
+    prompt = Env().encode(Problem("1", "ab", "x"), Spelled())
+    context = RolloutContext(Sampler(), Spelled(), SamplingParams(length), 9999)
+    rollouts = asyncio.run(Env().drive(prompt, 2, context))
+    assert [rollout.response for rollout in rollouts] == ["a" * length, "b" * length]
+    assert [rollout.turn_lengths for rollout in rollouts] == [[length]] * 2

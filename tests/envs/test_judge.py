@@ -68,7 +68,7 @@ def test_it_is_asked_again_where_it_is_busy_and_a_missing_grade_is_none():
         assert Judge(url, "m").grade("q", "a").grade == 0.4 and len(asked) == 2
     with endpoint(401) as (url, _), pytest.raises(JudgeFailed, match="401"):
         Judge(url, "m").grade("q", "a")
-    with pytest.raises(JudgeFailed, match="did not answer within 1 s"):
+    with pytest.raises(JudgeFailed, match=r"gave no reply \(tries: \d, the last: ConnectError: "):
         Judge("http://127.0.0.1:9/v1", "m", seconds=1.0).grade("q", "a")
 
 
@@ -192,3 +192,19 @@ def test_the_runs_own_judge_is_reached_without_the_machines_proxy(monkeypatch):
         assert Judge(max_retries=0).grade("q", "a").grade == 1
         with pytest.raises(JudgeUnreachable):  # one of the user's goes where the environment says
             Judge(url, "m", max_retries=0, seconds=3.0).grade("q", "a")
+
+
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_judge_that_asks_to_wait_or_fails_is_asked_again_with_the_key_of_its_url(monkeypatch, status):
+    """The run's own has a key of its own: the user's is for the user's endpoint alone."""
+    monkeypatch.setattr("rl.envs.judge._PAUSE_SECONDS", 0.0)
+    monkeypatch.setenv("JUDGE_API_KEY", "users")
+    monkeypatch.delenv("RL_JUDGE_API_KEY", raising=False)
+    with endpoint(status, "4", "5", "6") as (url, asked):
+        assert Judge(url, "m").grade("q", "a").grade == 0.4
+        monkeypatch.setenv("RL_JUDGE_URL", url)
+        assert Judge().grade("q", "a").grade == 0.5
+        monkeypatch.setenv("RL_JUDGE_API_KEY", "own")
+        assert Judge().grade("q", "a").grade == 0.6
+    keys = ["users", "users", "none", "own"]
+    assert [body["key"] for body in asked] == [f"Bearer {key}" for key in keys]

@@ -460,3 +460,31 @@ def test_a_developers_message_is_the_systems():
     """Chat templates know no other name for it, and would leave it out."""
     asked = [ChatMessage(role=role, content="x") for role in ("developer", "system", "user")]
     assert [_plain(message)["role"] for message in asked] == ["system", "system", "user"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_where_the_context_does_however_much_was_asked_for(url, backend, stream):
+    backend.write("word " * 400)
+    answer = post(
+        url, "completions", prompt=[5] * 4090, max_tokens=100_000, stream=stream,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = events(answer) if stream else [answer.json()]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert reasons[-1] == "length" and chunks[-1]["usage"]["completion_tokens"] == 6
+    assert answer.headers.get("x-accel-buffering") == ("no" if stream else None)
+
+
+def test_a_setting_that_is_not_offered_is_taken_where_it_changes_nothing_and_the_newer_limit_counts(
+    url, backend
+):
+    for name, neutral, other in (
+        ("repetition_penalty", 1.0, 1.1), ("min_p", 0.0, 0.1), ("best_of", 1, 2), ("echo", False, True),
+    ):  # fmt: skip
+        post(url, "completions", prompt="a", **{name: neutral})
+        error = post(url, "completions", prompt="a", status=400, **{name: other}).json()["error"]
+        assert error["message"] == f"{name} is not offered here; leave it out"
+    older, newer = {"max_tokens": 3}, {"max_completion_tokens": 5}
+    for asked, limit in ((older, 3), (newer, 5), (older | newer, 5)):
+        post(url, **asked)
+        assert backend.asked[-1].max_new_tokens == limit

@@ -2,8 +2,12 @@
 
 # holds: exact, the fake backend counts in float64
 
+from datetime import datetime
+
 import httpx
 import pytest
+
+from rl.tinker.database import now
 
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 from tinker import types  # noqa: E402
@@ -159,3 +163,42 @@ def test_a_poll_says_what_ended_since_its_cursor_whatever_the_clock_does(tmp_pat
     with serving(tmp_path / "server", backend=Broken()) as (url, _):
         ask(url, id, 4)
         assert ended(url, id, cursor)[0] == [("4", "failed")]
+
+
+def test_what_a_tenant_has_is_told_with_its_layers_and_times(server):
+    url, _ = server
+
+    def get(path):
+        return httpx.get(f"{url}/api/v1/{path}", headers={"X-API-Key": KEYS[0]}).raise_for_status().json()
+
+    def seconds(text):
+        return datetime.fromisoformat(text).timestamp()
+
+    training = trained(url)
+    path = training.save_state("best").result().path
+    sampler = client(url).create_sampling_client(model_path=path).result()._sampling_session_id
+    first, second = training.model_id.split(":")[0], sampler.split(":")[0]
+    listed = get("sessions")["sessions"]
+    assert listed.index(second) < listed.index(first)
+    assert get(f"sessions/{first}")["training_run_ids"] == [training.model_id]
+    assert get(f"sessions/{second}")["sampler_ids"] == [sampler]
+    assert get(f"samplers/{sampler}") == {"sampler_id": sampler, "base_model": NAME, "model_path": path}
+
+    run = f"training_runs/{training.model_id}"
+    assert abs(seconds(get(run)["last_request_time"]) - now()) < 600
+    ends = []
+    for ttl in (3600, 2**62, None):
+        body, headers = {"ttl_seconds": ttl}, {"X-API-Key": KEYS[0]}
+        answer = httpx.put(f"{url}/api/v1/{run}/checkpoints/weights/best/ttl", json=body, headers=headers)
+        assert answer.status_code == 204
+        (checkpoint,) = get(f"{run}/checkpoints")["checkpoints"]
+        ends.append(checkpoint["expires_at"])
+    assert abs(seconds(ends[0]) - now() - 3600) < 600 and ends[1:] == ["9999-12-31T23:59:59+00:00", None]
+
+    attention = client(url).create_lora_training_client(base_model=NAME, rank=4, train_mlp=False).result()
+    for made, rank, has_mlp in ((training, 8, True), (attention, 4, False)):
+        state = made.save_state("layers").result().path
+        assert post(url, "weights_info", {"tinker_path": state}).json() == {
+            "base_model": NAME, "is_lora": True, "lora_rank": rank, "train_unembed": False,
+            "train_mlp": has_mlp, "train_attn": True,
+        }  # fmt: skip

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from sqlalchemy import event, text
-from sqlalchemy.exc import OperationalError, ProgrammingError
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from tests.tinker import lives
 from tests.tinker.test_protocol import request_body
@@ -411,3 +411,16 @@ def test_the_server_works_on_while_a_result_waits_to_be_written(tmp_path, no_res
             assert database.refusals == 0 and turns >= 200
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_change_of_which_a_part_fails_is_undone_and_the_next_one_is_made(tmp_path, durable):
+    with contextlib.closing(Database(url_of(tmp_path))) as database:
+        row = {"tenant": ME, "created": 1.0, "seen": 1.0}
+        database.insert(sessions, id="a", **row)
+        other, again = (sessions.insert().values(id=id, **row) for id in ("b", "a"))
+        with pytest.raises(IntegrityError):
+            database.change(other, again, durable=durable)
+        assert [row.id for row in database.find(sessions)] == ["a"]
+        database.change(other, sessions.delete().where(sessions.c.id == "a"), durable=durable)
+        assert [row.id for row in database.find(sessions)] == ["b"]

@@ -9,6 +9,8 @@ import re
 import pytest
 from sqlalchemy import func, select
 
+from rl.tinker.database import now
+
 pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.tinker.backend import NotFound, UserError
@@ -401,5 +403,59 @@ def test_what_a_request_is_for_does_not_go_for_it(tmp_path, monkeypatch):
             body = request_body(old, 9)
             await answered(service, service.submit(ME, "forward_backward", old, 9, body), state="refused")
             assert service.model(ME, old).snapshot_bytes == 100_000
+
+    asyncio.run(main())
+
+
+def test_weights_without_a_name_go_before_models_and_no_more_of_either_than_is_needed(tmp_path):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root) as service:
+            older, newer = [await ended_model(service) for _ in range(2)]
+            for model, days in ((older, 3), (newer, 2)):
+                service.database.update(
+                    models, models.c.id == model, seen=now() - days * 24 * 3600, snapshot=f"models/{days}/1",
+                    snapshot_bytes=100,
+                )  # fmt: skip
+            weights = dict(session="s", tenant=ME, model_path=None, inflight_of=None, num_bytes=100)
+            for number in (1, 2):
+                directory = f"samplers/s/{number}"
+                service.database.insert(
+                    samplers, id=f"s:sample:{number}", directory=directory, created=float(number), **weights
+                )
+
+            def left():
+                kept = service.database.find(samplers, samplers.c.num_bytes > 0, order=samplers.c.created)
+                used = {row.id for row in service.list_models(ME, 10, 0)}
+                return [row.id for row in kept], [model for model in (older, newer) if model in used]
+
+            quotas = Quotas(service.database, root, Limits())
+            quotas._most_bytes = quotas.used(ME)
+            quotas.check(ME, 80)
+            assert left() == (["s:sample:2"], [older, newer])
+            quotas.check(ME, 250)
+            assert left() == ([], [newer])
+            assert quotas.used(ME) == Quotas(service.database, root, Limits()).used(ME)
+
+    asyncio.run(main())
+
+
+def test_what_takes_the_place_of_weights_needs_no_room_beside_them(tmp_path, monkeypatch):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root) as service:
+            monkeypatch.setattr(service.backend, "save", big_save(service.backend))
+            loop, size = await with_room_for(3, service, root)
+            await loop.save(kind="inflight")
+            service.quotas._most_bytes = service.quotas.used(ME) + size // 2
+            await loop.save(kind="inflight")
+            await save(service, "save_weights", loop.model, 900, path="named", overwrite=True)
+            row = await save(service, "save_weights", loop.model, 901, state="refused", path="other")
+            assert b"limits.max_disk_gib" in row.result
+            with pytest.raises(UserError, match="limits.max_disk_gib"):
+                await service.copy_weights(ME, loop.session, 9, f"tinker://{loop.model}/weights/named", None)
+            assert [row.name for row in service.checkpoints.list(ME)] == ["named"]
 
     asyncio.run(main())

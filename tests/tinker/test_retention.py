@@ -12,6 +12,8 @@ import httpx
 import pytest
 from sqlalchemy import event
 
+from rl.tinker.connection import Unavailable
+from rl.tinker.database import checkpoints
 from tests.tinker.test_protocol import request_body
 from tests.tinker.test_quotas import SAMPLE
 from tests.tinker.test_tenants import FAILS, Mortal, submit
@@ -524,5 +526,96 @@ def test_an_end_in_good_order_writes_nothing_of_requests_that_have_ended(tmp_pat
             statements = Statements(service.database)
             service.queue.stop()
             assert statements.count == 0
+
+    asyncio.run(main())
+
+
+def test_a_heartbeat_keeps_a_session_and_a_request_keeps_a_model(tmp_path, monkeypatch):
+    """And a session that was over ends once more, with the sampler that it has had since."""
+
+    async def main():
+        async with living(tmp_path / "server", Limits(keep_seconds=3600.0)) as service:
+            session = service.create_session(ME, None, None)
+            sampler = service.create_sampler(ME, session, 0, NAME, None)
+            trained, other = [await make_model(service, session, i) for i in range(2)]
+            service.database.update(sessions, sessions.c.id == session, seen=1.0)
+            service.database.update(models, models.c.session == session, seen=now() - 24 * 3600)
+            service.heartbeat(ME, session)
+            await train(service, trained, 1)
+            await service.retention.sweep()
+            assert service.sampler(ME, sampler)
+
+            await service.finish_session(ME, session)
+            again = service.create_sampler(ME, session, 1, NAME, None)
+            await service.retention.sweep()
+            assert service.sampler(ME, again)
+            service.database.update(sessions, sessions.c.id == session, seen=1.0)
+            await service.retention.sweep()
+            with pytest.raises(NotFound):
+                service.sampler(ME, again)
+
+            later = now() + 29.5 * 24 * 3600
+            monkeypatch.setattr("rl.tinker.retention.now", lambda: later)
+            assert service.model(ME, trained)
+            with pytest.raises(NotFound, match="not used for too long"):
+                service.model(ME, other)
+
+    asyncio.run(main())
+
+
+def test_a_model_that_has_begun_to_go_is_gone_whatever_the_setting_is_later_and_gives_its_room_back(
+    tmp_path, monkeypatch
+):
+    root = tmp_path / "server"
+
+    async def main():
+        async with living(root, Limits(snapshot_every=1)) as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            for seq_id in (1, 3):  # the second comes after the snapshot of the first
+                await train(service, model, seq_id)
+            unused(service, model)
+        async with living(root) as service:
+            assert service.database.get(models, model).snapshot_bytes > 0
+            forget = service.queue.forget_target
+
+            def die(target):
+                forget(target)
+                raise Dead
+
+            with monkeypatch.context() as patch, pytest.raises(Dead):
+                patch.setattr(service.queue, "forget_target", die)
+                await service.retention.sweep()
+        async with living(root, Limits(keep_models_seconds=1e12)) as service:
+            with pytest.raises(NotFound):
+                service.model(ME, model)
+            await service.retention.sweep()
+            assert service.database.get(models, model) is None
+            assert service.quotas.used(ME) == 0
+
+    asyncio.run(main())
+
+
+def test_a_server_sweeps_by_itself_and_goes_on_after_an_outage(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.tinker.retention._SWEEP_SECONDS", 0.01)
+
+    async def main():
+        async with living(tmp_path / "server") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            await save(service, "save_weights", model, 1, path="old")
+            (row,) = service.checkpoints.list(ME)
+            sweep, outages = service.checkpoints.sweep, [Unavailable("the database is away")]
+
+            async def at_the_second_time():
+                if outages:
+                    raise outages.pop()
+                return await sweep()
+
+            monkeypatch.setattr(service.checkpoints, "sweep", at_the_second_time)
+            service.checkpoints.change(row, expires=1.0)
+            for _ in range(400):
+                if not service.database.find(checkpoints):
+                    break
+                await asyncio.sleep(0.005)
+            assert not outages and not service.database.find(checkpoints)
 
     asyncio.run(main())

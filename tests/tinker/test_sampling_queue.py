@@ -196,3 +196,32 @@ def test_whatever_comes_every_sample_runs_once_and_nothing_is_left(seed):
         assert running or not sizes, "nobody runs, and somebody waits"
     now += 1000
     assert not queue._running and not queue._waiting and not queue._all_present()
+
+
+def test_who_was_away_holds_up_no_heavy_request_of_who_was_not():
+    """It counts as having had as much; from there on, who has had over two seconds more waits."""
+    now = 0.0
+    queue = SamplingQueue(16, 8, lambda: now)
+    heavy, light = Load(1, 10_000, 1), Load(1, 1, 100)
+
+    def start():
+        return [part.key for part in queue.start()]
+
+    queue.add("first", "old", heavy)
+    (part,) = queue.start()
+    now = 1000.0
+    queue.end(part)
+    queue.add("second", "old", heavy)
+    (part,) = queue.start()
+    queue.add("light", "new", light)
+    assert start() == ["light"]
+    queue.end(part)
+    queue.add("third", "old", heavy)
+    (part,) = queue.start()
+    assert part.key == "third"
+    now = 1003.0
+    queue.end(part)
+    queue.add("fourth", "old", heavy)
+    assert start() == []
+    now = 1010.0
+    assert start() == ["fourth"]

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 from tinker.proto.response_conv import deserialize_sample_response
 
-from rl.tinker.backend import UserError
+from rl.tinker.backend import NotFound, UserError
+from rl.tinker.blame import Blame
 from rl.tinker.sampling_queue import Load
 from tests.tinker.lives import save
 
@@ -995,5 +996,49 @@ def test_scores_of_a_prompts_end_are_of_its_last_tokens_alone(tmp_path):
             (one,) = await service.sampling.sample(ME, None, asked(1) | prompt_of(5, 6, 7) | wanted)
             assert one.prompt_logprobs == (None, None, -7.0)
             assert one.prompt_likeliest == ((), (), ((7, -0.5),))
+
+    asyncio.run(main())
+
+
+def test_who_has_ended_too_many_engines_is_taken_again_when_enough_of_it_is_an_hour_ago():
+    minutes = 0.0
+    blame = Blame(2, lambda: minutes * 60)
+
+    def waits(*tenants):
+        """What each is told: how many deaths are counted, and for how many minutes it has to wait."""
+        told = []
+        for tenant in tenants:
+            try:
+                blame.check(tenant)
+                told.append(None)
+            except UserError as error:
+                words = str(error).split()
+                told.append((int(words[words.index("times") - 1]), int(words[words.index("minutes;") - 1])))
+        return told
+
+    for minutes in (0.0, 10.0, 20.0):  # noqa: B007  the clock reads it
+        blame.add("me")
+    minutes = 30.0
+    assert waits("me", "other") == [(3, 40), None]
+    minutes = 60.0
+    assert waits("me") == [(2, 10)]
+    minutes = 70.0
+    assert waits("me") == [None]
+    minutes = 90.0
+    assert waits("me") == [None]
+    blame.add("me", 2)
+    assert waits("me") == [(2, 60)]
+
+
+def test_nobody_cancels_anothers_request(tmp_path):
+    async def main():
+        backend = Sampler(is_open=False)
+        async with living(tmp_path / "a", backend=backend) as service:
+            id = service.sample(ME, await sampler_of(service), 1, asked(1))
+            for tenant, named in ((OTHER, id), (ME, "none:sample:0:1")):
+                with pytest.raises(NotFound, match="there is no request"):
+                    service.cancel(tenant, named)
+            backend.gate.set()
+            await answered(service, id)
 
     asyncio.run(main())

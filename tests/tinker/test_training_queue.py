@@ -113,3 +113,28 @@ def test_a_tenants_models_take_turns_and_a_models_requests_keep_their_order():
         2,
     ]
     assert not queue
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up():
+    """However long another has worked meanwhile: from then on each has half, also when it comes again."""
+    now = 0.0
+    queue = TrainingQueue(lambda: now)
+
+    def work(count):
+        """How many of the next requests are the newcomer's. Each takes ten seconds."""
+        nonlocal now
+        taken = []
+        for _ in range(count):
+            taken.append(queue.take().tenant)
+            now += 10
+            queue.end(taken[-1], 10.0)
+        return taken.count("new")
+
+    for _ in range(300):
+        queue.add(Request("old", "o"))
+    assert work(100) == 0
+    for _ in range(2):
+        for _ in range(20):
+            queue.add(Request("new", "n"))
+        assert work(20) == 10 and work(20) == 10
+        assert work(30) == 0
