@@ -41,8 +41,8 @@ def with_newest_checkpoint(source: str, config: RunConfig) -> tuple[RunConfig, l
     needs_critic = config.algorithm.needs_critic
     config = replace(config, resume=whole(config.resume))
     if config.resume == "latest" and config.run_dir:
-        newest = newest_good(Path(config.run_dir), needs_critic)
-        return replace(config, resume=str(newest or origin_of(Path(config.run_dir)))), []
+        checkpoint = newest_good(Path(config.run_dir), needs_critic)
+        return replace(config, resume=str(checkpoint or origin_of(Path(config.run_dir)))), []
     if config.resume == "latest":
         recipe = Path(source).name.rpartition(":")[2]
         sources = {run: _written_in(run)[0] for run in Path("runs").glob(f"{recipe}-*")}
