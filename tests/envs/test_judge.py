@@ -113,6 +113,11 @@ def test_its_seconds_bound_the_look_up_of_its_name_too(monkeypatch):
     assert time.monotonic() - began < 3  # holds: clock, the look-up takes 4 s
 
 
+def test_a_question_for_which_no_time_is_left_is_late():
+    with pytest.raises(JudgeUnreachable, match=r"did not answer within 30 s \(tries: 0, "):
+        Judge("http://127.0.0.1:9/v1", "m").complete([], deadline=time.monotonic())
+
+
 def test_a_judge_that_is_busy_to_the_last_try_is_not_said_to_be_slow():
     with endpoint(503, 503) as (url, _), pytest.raises(JudgeUnreachable) as failed:
         Judge(url, "m", max_retries=1).grade("q", "a")
