@@ -2,7 +2,7 @@
 
 import json
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 
@@ -83,10 +83,11 @@ class Slow(JSONHandler):
         self.send_response(200)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
-        for byte in data:
-            self.wfile.write(bytes([byte]))
-            if self.path.startswith("/in_bits"):
-                time.sleep(0.7 / 20)
+        with suppress(BrokenPipeError):  # whoever asked has gone
+            for byte in data:
+                self.wfile.write(bytes([byte]))
+                if self.path.startswith("/in_bits"):
+                    time.sleep(0.7 / 20)
 
 
 @pytest.mark.parametrize("how", ["at_once", "in_bits"])
