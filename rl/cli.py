@@ -19,7 +19,7 @@ _USAGE = """usage: rl COMMAND ...
                                                 or path/to/file.py:function
   rl train RECIPE --dry_run                     the plan alone, as rl plan prints it
   rl train RECIPE --launcher slurm [...]        on hosts of Slurm's, or kubernetes' (docs/hosts.md)
-  rl train RECIPE --help                        every setting of the recipe; beside --launcher L those of L
+  rl train RECIPE --help                        every setting of the recipe, or of a --launcher beside it
   rl train --help                               the recipes
   rl check RECIPE [--section.field value ...]   its settings, and its environment at work, without a model
   rl eval MODEL RECIPE ... [--samples N] [...]  a model, run or checkpoint on a recipe's held-out problems
@@ -85,6 +85,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    from rl.command_flags import asks_for_help
     from rl.errors import ConfigError
 
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
@@ -96,7 +97,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"rl {version('rl')}")
         return 0
-    if command in _SHORT and {"-h", "--help"} & {*rest}:
+    if command in _SHORT and asks_for_help(rest):
         print("\n".join(line for line in _USAGE.splitlines() if line.startswith(f"  rl {command} ")))
         return 0
     if command == "train":
@@ -156,9 +157,10 @@ def _once(command: Callable[[list[str]], int], arguments: list[str]) -> int:
     --hosts."""
     from rl.cluster.group import group_of
     from rl.cluster.rendezvous import run_as_group
+    from rl.command_flags import asks_for_help
 
     group = group_of(os.environ)
-    if group is None or not arguments or {"-h", "--help"} & {*arguments}:
+    if group is None or not arguments or asks_for_help(arguments):
         return command(arguments)
     return run_as_group(group, lambda hosts: command([*arguments, "--hosts", hosts]))
 

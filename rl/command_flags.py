@@ -20,6 +20,10 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and bool(word.partition("=")[0].strip("-"))
 
 
+def asks_for_help(words: Iterable[str]) -> bool:
+    return bool({"-h", "--help"} & {*words})
+
+
 def take_value(words: list[str], flag: str, example: str) -> str:
     """The flag's value, taken out of the words; empty where they do not have the flag.
 

@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
 
     @classmethod
     def of(cls, app: Starlette) -> "Server":
-        """Of one that only this run's processes ask."""
+        """Of an app that only this run's processes ask."""
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEPT_SECONDS)
         return cls(config)
 
@@ -57,5 +57,5 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def stop_now(self) -> None:
-        """Without an end for what is asked meanwhile."""
+        """Requests under way are cut off."""
         self.should_exit = self.force_exit = True

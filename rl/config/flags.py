@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 
 import tyro
 
-from rl.command_flags import flag_name, is_flag, repeated
+from rl.command_flags import asks_for_help, flag_name, is_flag, repeated
 from rl.config.names import FOREIGN_NAMES, RENAMED, SAMPLING, SPLIT
 from rl.config.run import ReferenceConfig, RunConfig
 from rl.errors import ConfigError, one_line
@@ -213,10 +213,6 @@ def _stray(argument: str, known: Sequence[str], after: str = "") -> str:
         return f"{shown(argument)} is no flag; write --{short(flag)}"
     where = f"--{after} takes one value; {shown(argument)} after it" if after else shown(argument)
     return f"{where} belongs to no setting; settings are written --section.field VALUE"
-
-
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    return bool({"-h", "--help"} & {*arguments})
 
 
 def show_help(config: Any, prog: str, description: str | None = None) -> NoReturn:

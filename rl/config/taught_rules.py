@@ -77,13 +77,12 @@ def _taught(
     if config.data == "preferences":
         texts = list(env.preference(problem, seed))
     elif isinstance(env, ChatEnv):
-        turns = list(env.opening(problem))
-        first = len(turns)
-        turns += env.chat_demonstration(problem, seed)
-        for number, turn in enumerate(turns):
-            if wrong := wrong_with(turn):
-                method = "opening" if number < first else "chat_demonstration"
-                raise ConfigError(f"{type(env).__name__}.{method}() returned {shown(turn)}: {wrong}")
+        opening, demonstration = list(env.opening(problem)), list(env.chat_demonstration(problem, seed))
+        turns = [*opening, *demonstration]
+        for method, made in (("opening", opening), ("chat_demonstration", demonstration)):
+            for turn in made:
+                if wrong := wrong_with(turn):
+                    raise ConfigError(f"{type(env).__name__}.{method}() returned {shown(turn)}: {wrong}")
         template = chat_template(tokenizer, env.call_format)
         written = [template.written_turn(turn) for turn in turns if turn["role"] == "assistant"]
         yield "".join(written), len(chat_sample(env, problem, seed, tokenizer).tokens)

@@ -8,8 +8,8 @@ from rl.cluster.jobs import LAUNCHERS, JobConfig
 from rl.cluster.kubernetes_job import KubernetesJob
 from rl.cluster.machine import look_at_host
 from rl.cluster.slurm_job import SlurmJob
-from rl.command_flags import flag_name, is_flag, take_switch, take_value
-from rl.config.flags import asks_for_help, override, settings_of, show_help
+from rl.command_flags import asks_for_help, flag_name, is_flag, take_switch, take_value
+from rl.config.flags import override, settings_of, show_help
 from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.settle import plan_or_problems
 from rl.controller.plan import describe

@@ -151,7 +151,7 @@ class Judge:
         key = os.environ.get(self.api_key_variable if self.base_url else OWN_KEY, "none")
         headers = {"Authorization": f"Bearer {key}"}
         deadline, failure = self._deadline() if deadline is None else deadline, "none"
-        tries, is_late = 0, True
+        tries, is_late = 0, True  # where no time is left for a try
         while tries <= self.max_retries and (left := deadline - time.monotonic()) > 0:
             tries, is_late = tries + 1, False
             try:

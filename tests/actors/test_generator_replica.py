@@ -102,6 +102,16 @@ async def running(world):
         yield world
 
 
+@contextlib.asynccontextmanager
+async def loading_its_base(policy):
+    """A generator that loads the base of an adapter, of which version 0 is there, too, until `may_load`."""
+    async with running(World(policy=policy, may_load=False)) as world:
+        await world.publish(0)
+        await world.publish(0, policy)
+        await asyncio.sleep(0.01)
+        yield world
+
+
 def run(main):
     asyncio.run(asyncio.wait_for(main(), 10))
 
@@ -282,10 +292,7 @@ def test_one_that_died_while_it_read_lets_go_and_gets_the_base_and_the_newest_ad
 def test_a_version_that_is_freed_while_the_base_is_loaded_is_not_asked_for():
     async def main():
         policy = ("policy", LoRA(rank=4))
-        async with running(World(policy=policy, may_load=False)) as world:
-            await world.publish(0)
-            await world.publish(0, policy)
-            await asyncio.sleep(0.01)
+        async with loading_its_base(policy) as world:
             await world.publish(1, policy)
             await world.publish(2, policy)
             assert world.store.versions["policy"] == [2]
@@ -489,10 +496,7 @@ def test_what_is_forgotten_while_the_base_is_loaded_is_not_asked_for():
 
     async def main():
         policy = ("policy", LoRA(rank=4))
-        async with running(World(policy=policy, may_load=False)) as world:
-            await world.publish(0)
-            await world.publish(0, policy)
-            await asyncio.sleep(0.01)
+        async with loading_its_base(policy) as world:
             await asyncio.wait_for(world.pool.forget(), 1)
             world.process().may_load.set()
             await asyncio.sleep(0.01)

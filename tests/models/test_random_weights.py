@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from rl.controller.abandoned import remove_unfinished
 from rl.errors import RunError
 from rl.models import random_weights
 from rl.models.build import ENGINES
@@ -107,3 +108,22 @@ def test_a_full_disk_keeps_no_part_of_the_weights_and_what_is_drawn_later_all_ma
     assert sorted(model_dir.iterdir()) == before
     draw_once("titan", model_dir, 3)
     assert (model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_weights_whose_drawing_was_killed_go_with_the_next_start_of_the_run(tmp_path, monkeypatch):
+    """Its name is known in two places, of which one cannot import torch."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    model_dir = TinyQwen3("ab").materialize(tmp_path)
+    before = sorted(model_dir.iterdir())
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(random_weights, "sync", die)
+        draw_once("titan", model_dir, 3)
+    assert len(sorted(model_dir.iterdir())) == len(before) + 1
+    remove_unfinished(tmp_path)
+    assert sorted(model_dir.iterdir()) == before

@@ -57,6 +57,12 @@ class Mortal(FakeBackend):
         return await super().forward_backward(model, data, loss, config, forward_only)
 
 
+async def models_of_both(service):
+    """A model of ME, and one of OTHER."""
+    mine = await make_model(service, service.create_session(ME, None, None))
+    return mine, await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+
+
 def submit(service, model, seq_id, first_token=1, tenant=ME):
     body = request_body(model, seq_id, tokens=(first_token, 2, 3))
     return service.submit(tenant, "forward_backward", model, seq_id, body)
@@ -70,8 +76,7 @@ def test_a_request_that_kills_the_engine_fails_with_its_reason_and_never_comes_b
     async def main():
         backend = Mortal()
         async with living(tmp_path / "a", backend=backend) as service:
-            mine = await make_model(service, service.create_session(ME, None, None))
-            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            mine, other = await models_of_both(service)
             await train(service, mine, 1)
             await train(service, other, 1, OTHER)
             row = await answered(service, submit(service, mine, 3, KILLS), state="failed")
@@ -257,8 +262,7 @@ def test_a_tenant_that_keeps_killing_engines_has_to_wait_and_others_do_not(tmp_p
     async def main():
         backend = Mortal()
         async with living(tmp_path / "a", Limits(max_deaths=4), backend) as service:
-            mine = await make_model(service, service.create_session(ME, None, None))
-            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            mine, other = await models_of_both(service)
             waiting = [submit(service, mine, i, KILLS) for i in range(1, 20)]
             rows = [await service.queue.wait(id, ME, 30) for id in waiting]
             assert [row.state for row in rows] == ["failed"] * 2 + ["refused"] * 17
@@ -720,8 +724,7 @@ def test_an_engine_that_dies_as_a_model_leaves_it_brings_the_others_back(tmp_pat
     async def main():
         backend = Mortal()
         async with living(tmp_path / "a", backend=backend) as service:
-            mine = await make_model(service, service.create_session(ME, None, None))
-            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            mine, other = await models_of_both(service)
             await train(service, mine, 1)
             await train(service, other, 1, OTHER)
             backend.lose_at = len(backend.log) + 1
@@ -910,8 +913,7 @@ def clocked(monkeypatch):
 def test_tenants_get_equal_time_of_the_training_engine_whatever_their_requests_take(tmp_path, clocked):
     async def main():
         async with living(tmp_path / "a", backend=clocked) as service:
-            mine = await make_model(service, service.create_session(ME, None, None))
-            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            mine, other = await models_of_both(service)
             clocked.seconds = {mine: 4.0, other: 1.0}
             for seq_id in range(1, 5):
                 submit(service, mine, seq_id)
@@ -929,8 +931,7 @@ def test_the_engine_stays_idle_for_who_waits_for_each_answer_and_counts_it(tmp_p
 
     async def main():
         async with living(tmp_path / "a", backend=clocked) as service:
-            mine = await make_model(service, service.create_session(ME, None, None))
-            other = await make_model(service, service.create_session(OTHER, None, None), tenant=OTHER)
+            mine, other = await models_of_both(service)
             clocked.seconds = {mine: 4.0, other: 0.5}
             for seq_id in range(1, 4):
                 submit(service, mine, seq_id)
