@@ -1,11 +1,12 @@
 """A worker of pytest's that crashes costs its test alone: all others run, and the whole ends."""
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.side_by_side import SideBySide
+from tests.side_by_side import PROCESSES, WITHOUT_DEADLINES, SideBySide
 
 
 class Worker:
@@ -78,3 +79,13 @@ def test_every_test_runs_once_however_workers_crash(num_crashes):
         files = [draw.randint(1, 6) for _ in range(draw.randint(2, 8))]
         collection, done = run(files, num_crashes, draw)
         assert sorted(done) == sorted(collection), seed
+
+
+def test_tests_that_start_processes_are_one_scope_but_for_those_that_may_share_the_cores():
+    root = Path(__file__).parent.parent
+    scheduler = SideBySide(SimpleNamespace(getvalue=lambda _: ["2*popen"]))
+    for name in PROCESSES:
+        assert (root / name).exists() and scheduler._split_scope(f"{name}x::test") == "processes"
+    assert (root / WITHOUT_DEADLINES).is_file() and WITHOUT_DEADLINES.startswith(PROCESSES)
+    assert scheduler._split_scope(f"{WITHOUT_DEADLINES}::test[a-b]") == WITHOUT_DEADLINES
+    assert scheduler._split_scope("tests/test_pages.py::test") == "tests/test_pages.py"

@@ -20,9 +20,9 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TypeVar
 
 import cloudpickle
@@ -203,17 +203,27 @@ _directories: dict[str, _Directory] = {}  # global, as sys.modules is
 _active: list[_Directory] = []  # at most one
 
 
+class _FromSource(SourceFileLoader):
+    """Without kept bytecode. Python takes that for the file's also where the file was written anew in the
+    same second, and is as long as before."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def import_recipe(path: str) -> ModuleType:
     """Execute a recipe's file, which may import others beside it. From now on its directory is the active
     one. Raises ConfigError where the file is no Python file, and what the file itself raises."""
-    spec = importlib.util.spec_from_file_location(f"{_RECIPE}{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
+    if not path.endswith(".py"):
         raise ConfigError(f"{path} is no Python file; give path/to/file.py:function")
+    loader = _FromSource(f"{_RECIPE}{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert spec is not None  # it has a loader
     directory = _activate(os.path.dirname(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     with directory.places_first():
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     directory.note_files()
     return module
 

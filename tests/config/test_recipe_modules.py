@@ -14,9 +14,10 @@ import pytest
 from rl.cluster.spawn import _prepare_process
 from rl.config import recipe_modules
 from rl.config.codec import write_config
-from rl.config.recipe_modules import files_of_recipe, modules_of, split_name
+from rl.config.recipe_modules import files_of_recipe, import_recipe, modules_of, split_name
 from rl.config.recipes import load_recipe, source_of
 from rl.envs.verifier import Verifier
+from rl.errors import ConfigError
 from rl.processes import PARENT
 from rl.types import Problem, Rollout, StopReason
 
@@ -245,6 +246,23 @@ def test_a_files_name_may_have_dots(tmp_path):
     env = cloudpickle.loads(cloudpickle.dumps(config.env))
     assert name == "mine" and env.reward(None, None, None) == 1.0
     assert not [name for name in sys.modules if name.split(".")[-1] == "second"]
+
+
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path, monkeypatch):
+    """Also within the second in which Python has kept its bytecode, and as long as before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for lr in ("1e-3", "1e-4"):
+        file.write_text(f"lr = {lr}\n")
+        os.utime(file, (1e9, 1e9))
+        assert import_recipe(str(file)).lr == float(lr)
+
+
+@pytest.mark.parametrize("name", ["mine.pyi", "mine.pyc"])
+def test_a_file_that_is_no_python_file_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("x = 1\n")
+    with pytest.raises(ConfigError, match=f"{name} is no Python file; give path/to/file.py:function"):
+        load_recipe(str(tmp_path / name))
 
 
 def test_a_recipes_name_is_its_path_and_its_function():

@@ -128,12 +128,20 @@ def test_one_poll_for_a_whole_session(server, monkeypatch):
 
 
 def test_a_poll_says_what_ended_since_its_cursor_whatever_the_clock_does(tmp_path, monkeypatch):
-    def ended(url, id, cursor, timeout=5.0):
-        body = {"target": {"sampling_session_id": id}, "prev_cursor": cursor, "timeout": timeout}
+    def ended(url, id, cursor, timeout=5.0, clone=0):
+        target = {"sampling_session_id": id, "cloned_sampler_id": clone}
+        body = {"target": target, "prev_cursor": cursor, "timeout": timeout}
         answer = post(url, "retrieve_futures", body, timeout=30).json()
         return [(c["request_id"].rpartition(":")[2], c["state"]) for c in answer["completions"]], answer[
             "cursor"
         ]
+
+    def first_end(url, id, clone):
+        """Polls end also when a request of another clone does."""
+        completions, cursor = [], 0
+        while not completions:
+            completions, cursor = ended(url, id, cursor, clone=clone)
+        return completions
 
     def ask(url, id, seq_id, **params):
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
@@ -146,6 +154,8 @@ def test_a_poll_says_what_ended_since_its_cursor_whatever_the_clock_does(tmp_pat
         id = client(url).create_sampling_client(base_model=NAME).result()._sampling_session_id
         ask(url, id, 1)
         ask(url, id, 1_000_000_002)  # a clone's
+        assert first_end(url, id, clone=1) == [("1000000002", "finished")]
+        assert first_end(url, id, clone=0) == [("1", "finished")]
         found, cursor = ended(url, id, 0)
         assert found == [("1", "finished")]
         assert ended(url, id, cursor, timeout=0.2) == ([], cursor)
