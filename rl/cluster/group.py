@@ -1,5 +1,6 @@
 """Which group of hosts this process is started in: by torchrun, srun or a Kubernetes Job, or in none."""
 
+import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -49,7 +50,9 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
     # A batch script has SLURM_PROCID, too, and is one process, whatever its allocation is for.
     # In a shell that salloc gives SLURM_NTASKS is the allocation's; SLURM_STEP_NUM_TASKS, 1, is its step's.
     num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
-    is_shell = "SLURM_PTY_PORT" in environment  # of `srun --pty`, in which one process is started by hand
+    # `srun --pty` has a shell, in which one process is started by hand. What that shell starts by another
+    # srun has its variable too, and no terminal.
+    is_shell = "SLURM_PTY_PORT" in environment and _has_terminal()
     if num_tasks > 1 and "SLURM_STEP_ID" in environment and not is_shell:
         if environment.get("SLURM_STEP_NUM_NODES", "") not in ("", str(num_tasks)):
             raise ConfigError(
@@ -62,6 +65,15 @@ def group_of(environment: Mapping[str, str]) -> Group | None:
         rank, name = _number(environment, "SLURM_PROCID"), f"{job}.{step}"
         return Group(rank, num_tasks, address, port, name=name, patience=patience)
     return None
+
+
+def _has_terminal() -> bool:
+    """Whatever its input is, as in the background."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

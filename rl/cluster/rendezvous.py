@@ -29,6 +29,7 @@ _SILENT_SECONDS = 600.0
 """Over what a link may be down for, and what it then takes to lease a host again."""
 _OVER, _FIRST = "over", "first"
 _MOST_NAMED = 8
+_LOOPBACK = "127.0.0.1"
 
 
 def run_as_group(group: Group, command: Callable[[str], int]) -> int:
@@ -55,9 +56,9 @@ def _store(group: Group) -> Any:
 
     is_master = group.rank == 0 and not group.has_store
     try:
-        listener = _listener(group) if is_master else None
+        address, listener = _listener(group) if is_master else (group.address, None)
         store = TCPStore(
-            group.address, group.port, is_master=is_master, wait_for_workers=False,
+            address, group.port, is_master=is_master, wait_for_workers=False,
             timeout=timedelta(seconds=group.patience), master_listen_fd=listener,
         )  # fmt: skip
     except Exception as error:
@@ -68,19 +69,24 @@ def _store(group: Group) -> Any:
     return PrefixStore(f"rl-{group.name}", store)
 
 
-def _listener(group: Group) -> int | None:
-    """Of a socket on the first host's address alone. None: on all of them, as this host does not know which
-    of its addresses that is: its own name is loopback here, or a service's. Raises OSError."""
+def _listener(group: Group) -> tuple[str, int | None]:
+    """An address of the first host's, and a socket that listens there alone.
+
+    None: on all of its addresses, as it does not know which one others are told: its name is loopback here,
+    or a service's, or still leads to another pod, whose place it takes, and whose store is not asked.
+    Raises OSError.
+    """
     if group.address == "localhost":  # as the first pod of a PyTorchJob is told; the others have its name
-        return None
+        return _LOOPBACK, None
     try:
-        return listen(address_of(group.address), group.port).detach()
+        address = address_of(group.address)
+        return address, listen(address, group.port).detach()
     except ConfigError:
-        return None
+        return _LOOPBACK, None
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return None
+        return _LOOPBACK, None
 
 
 def _addresses(store: Any, group: Group) -> list[str]:

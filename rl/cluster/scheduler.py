@@ -1,7 +1,7 @@
 """What is alike for schedulers: the command of each host, and a call of their own programs."""
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rl.errors import RunError
@@ -15,11 +15,11 @@ def train_command(python: str, recipe: str, arguments: Sequence[str], run_dir: P
     return [*words, "--run_dir", str(run_dir), "--resume", "latest"]
 
 
-def call(*command: str) -> str:
-    """What it prints. Raises RunError."""
+def call(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """What it prints. environment: None: this process's. Raises RunError."""
     try:
         done = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=_SUBMIT_SECONDS
+            command, check=True, capture_output=True, text=True, timeout=_SUBMIT_SECONDS, env=environment
         )  # fmt: skip
     except FileNotFoundError:
         raise RunError(f"{command[0]} is not here; submit {command[-1]} where it is") from None

@@ -1,9 +1,10 @@
 """SlurmJob: `rl train` on nodes of Slurm's, by a batch script."""
 
+import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +12,11 @@ from typing import ClassVar
 from rl.bounds import NonNegativeInt, PositiveInt
 from rl.cluster.scheduler import call, train_command
 from rl.errors import TERMINATED, TOLD, ConfigError
+
+_BEFORE_SETUP = """trap 'echo "slurm.setup: $BASH_COMMAND failed" >&2; exit 1' ERR"""
+_AFTER_SETUP = "trap - ERR"
+_OF_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class SlurmJob:
     setup: tuple[str, ...] = ()
     """Lines of the script that come before, as "module load cuda"."""
     options: tuple[str, ...] = ()
-    """More options of sbatch, without their dashes, as qos=high."""
+    """More options of sbatch, without their dashes, as qos=high. Whole nodes are asked for with mem=0, for
+    which another one stands; `mem=` leaves it out."""
 
     file: ClassVar[str] = "slurm.sh"
     logs: ClassVar[str] = "slurm-"
@@ -73,21 +80,26 @@ class SlurmJob:
         lines = [
             f"#SBATCH --{option}={shlex.quote(str(value))}" for option, value in options.items() if value
         ]
-        lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] * (not self.cpus_per_node))]
-        lines += [f"#SBATCH --{option}" for option in self.options]
+        lines.append("#SBATCH --requeue")
+        if not self.cpus_per_node:
+            lines.append("#SBATCH --exclusive")
+            if not any(option.split("=")[0] in _OF_MEMORY for option in self.options):
+                lines.append("#SBATCH --mem=0")  # all of it; else there may be a default for each core
+        lines += [f"#SBATCH --{option}" for option in self.options if option != "mem="]
         cores = f" --cpus-per-task={self.cpus_per_node}" if self.cpus_per_node else ""
         return "\n".join(
             [
-                "#!/bin/bash",
+                "#!/bin/bash" + " -l" * bool(self.setup),  # in which `module` is
                 *lines,
                 "",
                 f"cd {shlex.quote(str(Path.cwd()))}",
-                *self.setup,
+                *([_BEFORE_SETUP, *self.setup, _AFTER_SETUP] if self.setup else []),
                 "# Told to end, the run saves a checkpoint; it goes on from there when its turn comes again.",
                 "# Its file says so: srun's code may be another, as 253 where any process was out of memory.",
                 f'export {TOLD}={shlex.quote(str(run_dir))}/slurm-"$SLURM_JOB_ID".told',
                 f'rm -f "${TOLD}"',
-                f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0{cores} {shlex.join(command)}",
+                f"srun --export=ALL --mpi=none --cpu-bind=none --kill-on-bad-exit=0 --wait=0{cores} "
+                f"{shlex.join(command)}",
                 "code=$?",
                 f'if [ "$code" -eq {TERMINATED} ] || [ -e "${TOLD}" ]; then',
                 '  scontrol requeue "$SLURM_JOB_ID"',
@@ -99,7 +111,17 @@ class SlurmJob:
 
     def submit(self, file: Path) -> str:
         """What Slurm answers. Raises RunError."""
-        return call("sbatch", str(file))
+        return call("sbatch", str(file), environment=_outside_of_jobs(os.environ))
+
+
+def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what a job of Slurm's has, in which this is submitted: the new one's srun would follow it."""
+    inside = "SLURM_JOB_ID" in environment
+    return {
+        name: value
+        for name, value in environment.items()
+        if not (inside and name.startswith("SLURM_") and name not in _OF_THE_CLUSTER)
+    }
 
 
 def seconds_of(text: str) -> int | None:

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from rl import cli
 from rl.cluster import group as groups
@@ -54,16 +55,29 @@ def test_an_attempt_of_torchruns_does_not_read_the_one_before():
 
 
 def test_the_first_hosts_store_listens_on_its_address_alone():
-    def listens(address):
-        group = Group(0, 2, address, 0)
-        with socket.socket(fileno=rendezvous._listener(group)) as listener:
-            return listener.getsockname()[0]
+    address, file = rendezvous._listener(Group(0, 2, "127.0.0.1", 0))
+    with socket.socket(fileno=file) as listener:
+        assert address == listener.getsockname()[0] == "127.0.0.1"
+    # Of a service, whose address no host has, and of a PyTorchJob's first pod.
+    for name in ("192.0.2.1", "localhost"):
+        assert rendezvous._listener(Group(0, 2, name, 0)) == ("127.0.0.1", None)
 
-    assert listens("127.0.0.1") == "127.0.0.1"
-    assert (
-        rendezvous._listener(Group(0, 2, "192.0.2.1", 0)) is None
-    )  # of a service, whose address no host has
-    assert rendezvous._listener(Group(0, 2, "localhost", 0)) is None  # of a PyTorchJob's first pod
+
+def test_a_pod_in_the_place_of_another_asks_its_own_store(monkeypatch):
+    """Their name still leads to the one before, whose store has all hosts, and what becomes of its run."""
+    of_before = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(rendezvous, "address_of", lambda name: "192.0.2.1")
+    group = Group(0, 2, "127.0.0.1", free_port(), patience=5)
+    made = []
+
+    def store(address, port, **how):
+        made.append(address)
+        return TCPStore("127.0.0.1", of_before.port if address == "rl-0.rl" else port, **how)
+
+    monkeypatch.setattr("torch.distributed.TCPStore", store)
+    of_before.set("rl-0/host-1", "10.0.0.2:7000")
+    assert not rendezvous._store(replace(group, address="rl-0.rl")).check(["host-1"])
+    assert made == ["127.0.0.1"]
 
 
 def test_torchrun_names_the_first_hosts_store():
@@ -108,10 +122,28 @@ def test_sruns_first_node_is_asked_of_slurm(monkeypatch):
     assert (beside.port, beside.name) == (21_014, "17.1")
     assert group_of(SRUN | of_step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) is None
     by_hand = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_PTY_PORT": "44152"}
+    monkeypatch.setattr(groups, "_has_terminal", lambda: True)
     assert group_of(SRUN | by_hand) is None  # in the shell of `srun -n 8 --pty bash`
+    monkeypatch.setattr(groups, "_has_terminal", lambda: False)  # a task of what such a shell starts
+    assert group_of(SRUN | {"SLURM_PTY_PORT": "44152"}) == Group(1, 2, "10.0.0.7", 20_017, name="17.0")
     said["node"] = "nothing"
     with pytest.raises(ConfigError, match=r"'n\[0-1\]' has no address .*; set MASTER_ADDR"):
         group_of(SRUN)
+
+
+def test_who_has_a_terminal_has_one_in_the_background_too():
+    code = "from rl.cluster.group import _has_terminal; print(_has_terminal())"
+    command = [sys.executable, "-c", code]
+    alone = subprocess.run(command, start_new_session=True, capture_output=True, text=True, check=True)
+    assert alone.stdout == "False\n"
+    own, other = os.openpty()
+    with_one = f"import os, pty, subprocess, sys; os.setsid(); import fcntl, termios; fcntl.ioctl({other}, termios.TIOCSCTTY, 0); "
+    with_one += f"subprocess.run({command!r}, stdin=subprocess.DEVNULL, check=True)"
+    shell = [sys.executable, "-c", with_one]
+    done = subprocess.run(shell, pass_fds=[other], capture_output=True, text=True, check=True)
+    os.close(own)
+    os.close(other)
+    assert done.stdout == "True\n"
 
 
 @contextmanager

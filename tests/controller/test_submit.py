@@ -60,11 +60,13 @@ def test_a_script_for_slurm_has_its_settings_and_the_runs(tmp_path):
     assert options == {
         "job-name=rl-run", "nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "partition=gpu", "account=me",
         "time=12:00:00", "signal=TERM@60", f"output={tmp_path}/run/slurm-%j.log", "open-mode=append", "requeue",
-        "exclusive", "qos=high",
+        "exclusive", "mem=0", "qos=high",
     }  # fmt: skip
     (srun,) = [line for line in lines if line.startswith("srun ")]
     run = f"train quickstart --steps 7 --seed 3 --run_dir {tmp_path}/run --resume latest"
-    assert srun == f"srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 {sys.executable} -m rl {run}"
+    how = "--export=ALL --mpi=none --cpu-bind=none --kill-on-bad-exit=0 --wait=0"
+    assert srun == f"srun {how} {sys.executable} -m rl {run}"
+    assert lines[0] == "#!/bin/bash -l"
     assert lines.index("module load cuda") + 1 == lines.index("source it") < lines.index(srun)
     assert f"cd {Path.cwd()}" in lines
     assert (tmp_path / "called").read_text() == f"sbatch {script}\n"
@@ -86,8 +88,55 @@ def test_nodes_that_are_shared_are_asked_for_by_cores(tmp_path):
     assert (
         "#SBATCH --cpus-per-task=16" in text
         and "--exclusive" not in text
-        and "srun --mpi=none --cpu-bind=none --kill-on-bad-exit=0 --cpus-per-task=16 " in text
+        and "--mem" not in text
+        and "srun --export=ALL --mpi=none --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --cpus-per-task=16 "
+        in text
     )
+
+
+def test_the_memory_that_is_asked_for_stands(tmp_path):
+    submit(tmp_path, *SLURM, "--slurm.options", "mem-per-gpu=64G")
+    text = (tmp_path / "run" / "slurm.sh").read_text()
+    assert "#SBATCH --mem-per-gpu=64G" in text and "--mem=0" not in text
+    for option, asked in ("mem=", False), ("mem-bind=local", True):
+        submit(tmp_path, *SLURM, "--slurm.options", option)
+        text = (tmp_path / "run" / "slurm.sh").read_text()
+        assert ("--mem=0" in text) == asked and "--mem=\n" not in text
+
+
+def test_a_job_that_is_submitted_within_another_knows_nothing_of_that(tmp_path, monkeypatch):
+    (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\n")
+    of_slurm = {
+        "SLURM_CONF": "/etc/s.conf",
+        "SLURM_MEM_PER_NODE": "8192",
+        "SLURM_CPUS_PER_TASK": "4",
+        "SBATCH_ACCOUNT": "me",
+    }
+    for job, expected in (
+        ({}, of_slurm),
+        ({"SLURM_JOB_ID": "17"}, {"SLURM_CONF": "/etc/s.conf", "SBATCH_ACCOUNT": "me"}),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in (of_slurm | job).items():
+                patch.setenv(name, value)
+            submit(tmp_path, *SLURM)
+        lines = (tmp_path / "environment").read_text().splitlines()
+        variables = dict(
+            line.split("=", 1) for line in lines if line.startswith(("SLURM_", "SBATCH_", "HF_TOKEN"))
+        )
+        assert variables == expected | {"HF_TOKEN": "a secret"}
+
+
+def test_a_setup_that_fails_ends_the_job_before_it_runs(tmp_path):
+    submit(tmp_path, *SLURM, "--slurm.setup", "false")
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    environment = {**os.environ, "SLURM_JOB_ID": "17"}
+    done = subprocess.run(
+        ["bash", tmp_path / "run" / "slurm.sh"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and not (tmp_path / "started").exists()
+    assert "slurm.setup: false failed" in done.stderr
 
 
 @pytest.mark.parametrize(
