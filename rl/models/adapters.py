@@ -1,6 +1,6 @@
 """Adapters: the LoRA adapters that learn on one frozen model, each with an optimizer of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,12 +26,20 @@ OPTIMIZER = "optimizer.safetensors"
 class Adapters:
     """By name. Every rank calls every method, in the same order."""
 
-    def __init__(self, config: EngineConfig, sites: list[Site], tp_mesh: Any, device: torch.device):
-        """sites: where adapters can be attached."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        sites: list[Site],
+        tp_mesh: Any,
+        device: torch.device,
+        require: Callable[[str], None] = lambda verb: None,
+    ):
+        """sites: where adapters can be attached. require: raises where a verb cannot be done now."""
         self.frozen = config.adapters
         self._sites = sites
         self._tp_mesh = tp_mesh
         self._device = device
+        self._require = require
         self._members: dict[str, tuple[Adapter, Learner]] = {}
         self._same_weights = _ranks_with_the_same_weights(config) if self.frozen else None
 
@@ -45,6 +53,7 @@ class Adapters:
         return self._member(name)[1]
 
     def _member(self, name: str) -> tuple[Adapter, Learner]:
+        self._require("adapters")
         if name not in self._members:
             raise RunError(
                 f"there is no adapter {name!r}; there are {list(self) or 'none'}: add it with adapters.add"
@@ -56,6 +65,7 @@ class Adapters:
 
         Raises ConfigError where the model itself learns, the name is taken or the targets do not exist.
         """
+        self._require("adapters.add")
         if not self.frozen:
             raise ConfigError(
                 "this engine's own weights learn; build it with EngineConfig(adapters=True) for adapters"

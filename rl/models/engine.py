@@ -10,7 +10,6 @@ same way. Every rank of the process group calls every method, in the same order.
 - Learning rate, betas, eps, weight decay and clip norm come with each call: schedules are the caller's.
 - `adapter`: which LoRA adapter computes and learns; None is the model itself. An engine whose adapters learn
   (`EngineConfig.adapters`) keeps the model frozen; `adapters.add`, `load`, `save` and `remove` manage them.
-- `suspend`, `resume`: the device's memory is given back, and taken again with what it held.
 """
 
 from abc import ABC, abstractmethod
@@ -68,9 +67,9 @@ class Engine(ABC):
         self._model = self._build()
         self._tensors = {self._name(n): tensor for n, tensor in named_state(self._model)}
         self._base = None if config.adapters else Learner(self._tensors)
-        self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device)
-        self._checkpoints = Checkpoints(self.device, config.save_seconds, self.adapters, self._learners)
         self._suspension = Suspension(self.device)
+        self.adapters = Adapters(config, self._sites, self._tp_mesh, self.device, self._suspension.require)
+        self._checkpoints = Checkpoints(self.device, config.save_seconds, self.adapters, self._learners)
 
     @property
     def max_seq_len(self) -> int:
@@ -162,6 +161,7 @@ class Engine(ABC):
 
     def reset_optimizer(self, adapter: str | None = None) -> None:
         """Forget the optimizer's moments and any accumulated gradient."""
+        self._suspension.require("reset_optimizer")
         self._learner(adapter).reset()
 
     @torch.no_grad()

@@ -1,12 +1,14 @@
 """Weights, out of an engine: this rank's shards for weight sync, or whole tensors for a directory."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl.models.agreement import agreed, not_written
@@ -43,7 +45,7 @@ def shards(
     """
     for name, param in tensors.items():
         shape, offsets = placed(param)
-        data = local(param.detach())
+        data = local(param).detach()
         delta = merge.delta(name, offsets, shape) if merge else None  # a collective: on every rank
         if not data.numel() or not _speaks_for(param, layout):
             continue
@@ -60,8 +62,15 @@ def placed(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of this rank's shard of a tensor, and where in it that begins."""
     if not isinstance(param, DTensor):
         return tuple(param.shape), (0,) * param.ndim
-    shape, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return tuple(shape), tuple(offsets)
+    return _placed(tuple(param.shape), param.device_mesh, param.placements)
+
+
+@lru_cache(4096)  # torch takes 20 us for it, of each tensor of each version
+def _placed(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    own, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(own), tuple(offsets)
 
 
 def whole_tensors(

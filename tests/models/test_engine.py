@@ -21,7 +21,7 @@ from rl.models.hf import weight_files
 from rl.models.layout import Layout
 from rl.models.learner import local
 from rl.models.titan import TitanEngine
-from rl.types import OptimParams, Sample
+from rl.types import LoRA, OptimParams, Sample
 from tests.numeric import assert_close_as, error_of, exact_twin, limit_by
 from tests.tiny import write_config
 
@@ -286,6 +286,8 @@ def test_an_engine_that_was_suspended_goes_on_as_if_it_had_not_been(make, when, 
         lambda: left.forward(pack(samples())), lambda: learn(left), lambda: left.optim_step(OptimParams(1e-3)),
         lambda: next(left.export()), lambda: left.save_hf(tmp_path / "hf"), lambda: left.save(tmp_path / "step-1"),
         lambda: left.load(tmp_path / "step-1"), lambda: left.load_weights(tmp_path), lambda: left.logits(pack(samples())),
+        lambda: left.reset_optimizer(), lambda: left.save_adapter("a", tmp_path / "a"), lambda: left.adapters.add("a", LoRA(2)),
+        lambda: left.adapters.copy("a", "b"), lambda: left.adapters.learner("a"),
     ):  # fmt: skip
         with pytest.raises(RunError, match=r"the engine is suspended; resume\(\) it first"):
             verb()
