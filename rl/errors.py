@@ -9,10 +9,14 @@ class RunError(Exception):
     """A run that started and had to stop; the command line prints it and exits with code 1."""
 
 
+class NewerVersion(ConfigError):
+    """A file of ours is of a version that this one does not know: what is older is not to take its place."""
+
+
 def check_version(path: object, version: object, known: int) -> None:
-    """Raises ConfigError where a file of ours is of a version that this one does not know."""
+    """Raises NewerVersion."""
     if version != known:
-        raise ConfigError(
+        raise NewerVersion(
             f"{path} has version {version}, and this rl reads {known}; use the rl that wrote it"
         )
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import itertools
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,9 +84,9 @@ def new_directory(path: Path) -> Path:
     raise AssertionError("itertools.count has no end")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """The file has its name only once it is complete; makes its directory."""
-    with whole_file(path) as file:
+def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """The file has its name only once it is complete; makes its directory. durable: see whole_file."""
+    with whole_file(path, durable=durable) as file:
         file.write(content)
 
 
@@ -141,14 +142,17 @@ def lock(file: int) -> bool:
     return True
 
 
-def lock_directory(directory: Path, owner: str) -> int:
+def lock_directory(directory: Path, owner: str, patience: float = 0.0) -> int:
     """A file descriptor that keeps the directory for this process until it is closed, or the process ends.
 
-    owner: what has it, for people. Raises ConfigError where another process has it, or nothing can be locked.
+    owner: what has it, for people. patience: seconds for which another process may still have it. Raises
+    ConfigError where it has it then, or nothing can be locked.
     """
     file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    end = time.monotonic() + patience
     try:
-        is_locked = lock(file)
+        while not (is_locked := lock(file)) and time.monotonic() < end:
+            time.sleep(min(1.0, patience))
     except NoLocks as error:
         os.close(file)
         raise ConfigError(
@@ -156,12 +160,13 @@ def lock_directory(directory: Path, owner: str) -> int:
             f"directory on a local disk, or mount the file system with locks"
         ) from error
     if not is_locked:
-        pid = os.read(file, 32).decode(errors="replace").strip()
+        pid, _, host = os.read(file, 300).decode(errors="replace").strip().partition(" on ")
+        where = f" on {host}" if host not in ("", socket.gethostname()) else ""
         os.close(file)
         raise ConfigError(
-            f"the {owner}'s directory {directory} belongs to a {owner} that is under way (pid {pid}); "
+            f"the {owner}'s directory {directory} belongs to a {owner} that is under way (pid {pid}{where}); "
             f"wait for it, end it, or give another directory"
         )
     os.truncate(file, 0)
-    os.write(file, f"{os.getpid()}\n".encode())
+    os.write(file, f"{os.getpid()} on {socket.gethostname()}\n".encode())
     return file

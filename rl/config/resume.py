@@ -13,11 +13,14 @@ from typing import Any
 from rl.config.codec import read_config, to_json, without_addresses
 from rl.config.recipe_modules import split_name
 from rl.config.run import RunConfig
-from rl.errors import ConfigError
+from rl.config.settle import own_directory
+from rl.errors import ConfigError, NewerVersion
 from rl.fields import short
 from rl.models.checkpoint_dir import ABANDONED, ORIGIN, critic_path, is_complete, newest_first, why_damaged
 from rl.models.hf import WEIGHTS
 from rl.models.sources import MODEL, ModelDir, ModelSource
+from rl.paths import whole_file
+from rl.plan.roles import ROLES, RoleName
 
 _log = logging.getLogger(__name__)
 
@@ -83,9 +86,14 @@ def _is_same_recipe(one: str, other: str) -> bool:
 
 
 def _written_in(run_dir: Path) -> tuple[str, Mapping[str, Any]]:
-    """The recipe and the settings of a run's config.json; nothing where it cannot be read."""
+    """The recipe and the settings of a run's config.json; nothing where it cannot be read.
+
+    Raises NewerVersion.
+    """
     try:
         return read_config(str(run_dir))
+    except NewerVersion:
+        raise
     except ConfigError:
         return "", {}
 
@@ -158,8 +166,13 @@ def _written(leaves: Mapping[str, Any], name: str) -> str:
     return short(json.dumps(leaves[name], default=repr)) if name in leaves else "(its default)"
 
 
-DRAWN = (MODEL, f"teacher/{MODEL}")
-"""Where a run keeps random weights: the policy's, a teacher's."""
+_COPIED_BYTES = 1 << 24
+DRAWN: Mapping[RoleName, str] = {
+    name: MODEL if name == "trainer" else f"{own_directory(name)}/{MODEL}"
+    for name, role in ROLES.items()
+    if name == "trainer" or role.model != "model"
+}
+"""Role -> where a run keeps its random weights: the policy's, and those of models of their own."""
 
 
 def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -167,23 +180,25 @@ def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
 
     Unchanged where a model is a directory already, and where the run is of a version that kept none.
     """
-    policy, teacher = (_home(run_dir) / path for path in DRAWN)
-    reference = config.reference
-    if reference.model is not None:
-        reference = replace(reference, model=_as_directory(reference.model, teacher))
-    return replace(config, model=_as_directory(config.model, policy), reference=reference)
+    home = _home(run_dir)
+    sections = {role: getattr(config, role) for role in DRAWN if role != "trainer"}
+    changes = {
+        role: replace(section, model=_as_directory(section.model, home / DRAWN[role]))
+        for role, section in sections.items()
+        if section.model is not None
+    }
+    return replace(config, model=_as_directory(config.model, home / DRAWN["trainer"]), **changes)
 
 
 def take_over_weights(config: RunConfig, run_dir: Path) -> None:
     """A run that goes on from another's checkpoint has the weights that the other drew, and draws none."""
-    for path in DRAWN if config.resume else ():
+    for path in DRAWN.values() if config.resume else ():
         source = home_of(config.resume) / path / WEIGHTS
         target = run_dir / path / WEIGHTS
         if source.is_file() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f"{target.name}.partial")
-            shutil.copyfile(source, partial)
-            partial.replace(target)
+            with source.open("rb") as theirs, whole_file(target) as file:
+                shutil.copyfileobj(theirs, file, _COPIED_BYTES)
 
 
 def home_of(checkpoint: str) -> Path:

@@ -10,7 +10,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from rl.models.checkpoint_dir import ABANDONED, RECORD, finish_rename, remove
+from rl.config.resume import DRAWN
+from rl.models.checkpoint_dir import ABANDONED, RECORD, REFERENCES, finish_rename, remove
+from rl.paths import sync
 
 _PARTS = {
     "checkpoints": r"step-(\d+)",
@@ -25,8 +27,13 @@ Checkpoints are the first to move, the newest first: whoever was killed half-way
 of its parts.
 """
 _OF_ALL_STEPS = ("config.json", "metrics.jsonl", "rollouts.jsonl")
-_HALF_DRAWN = r"model\.safetensors\.[0-9a-f]{32}\.partial"
-"""As random_weights names what it draws."""
+_WEIGHTS = r"model\.safetensors(\.[0-9a-f]{32})?\.partial"
+_HALF_WRITTEN = {
+    **{part: rf"{name}\.partial" for part, name in _PARTS.items() if not part.endswith("checkpoints")},
+    **dict.fromkeys(DRAWN.values(), _WEIGHTS),
+    REFERENCES: r"step-.+-from-[0-9a-f]{8}\.partial",
+}
+"""What a run's directory has of files and copies that are not complete: where, and under which names."""
 
 
 def abandon_after(run_dir: Path, step: int) -> str:
@@ -44,19 +51,25 @@ def abandon_after(run_dir: Path, step: int) -> str:
     for name in _OF_ALL_STEPS:
         if (run_dir / name).is_file():
             shutil.copyfile(run_dir / name, target / name)
+            sync(target / name)  # the run's own is then cut, for good
     for part in _PARTS:
         for number, path in reversed(_steps(run_dir, part)):
             if number > step:
                 (target / part).mkdir(exist_ok=True)
                 path.rename(target / part / path.name)
+        if (target / part).is_dir():
+            sync(target / part)
+            sync(run_dir / part)
+    sync(target)
     path = target.rename(target.with_suffix(""))
+    sync(path.parent)
+    sync(run_dir)
     names = ", ".join(f"step-{number}" for number, _ in _steps(path, "checkpoints"))
     return f"{names} of {run_dir} went to {path}"
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove checkpoints that the run's earlier life left half written, a critic's without a policy's, and
-    weights that it had half drawn.
+    """Remove what the run's earlier life left half written, and a critic's checkpoint without a policy's.
 
     A checkpoint that is complete but for its name gets the name. Each is known by its own record. Only the
     run that has locked the directory may call it, while none of its engines writes.
@@ -73,9 +86,10 @@ def remove_unfinished(run_dir: Path) -> None:
     for number, path in _steps(run_dir, "critic_checkpoints"):
         if number > max(policies, default=-1) and _is_own(path, str(number)):
             remove(path)
-    for path in (*run_dir.glob("model/*.partial"), *run_dir.glob("teacher/model/*.partial")):
-        if re.fullmatch(_HALF_DRAWN, path.name):
-            path.unlink()
+    for part, name in _HALF_WRITTEN.items():
+        for path in (run_dir / part).glob("*.partial"):
+            if re.fullmatch(name, path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _own_partial(directory: Path) -> list[tuple[str, Path]]:

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.actors.actors import Actors
-from rl.models.checkpoint_dir import RECORD, critic_path, reference_weights
+from rl.controller.held_groups import remove_orphans
+from rl.models.checkpoint_dir import RECORD, REFERENCES, critic_path, newest_first, prune, reference_weights
+
+_NOT_THERE = (FileNotFoundError, NotADirectoryError)
 
 
 async def save_checkpoint(
@@ -45,6 +48,15 @@ async def load_checkpoint(actors: Actors, path: str) -> dict[str, Any]:
     return state
 
 
+def remove_older(run_dir: Path, keep_last: int) -> None:
+    """At the run's end: what stayed where a life of it was killed right after a checkpoint was complete."""
+    newest = newest_first(run_dir / "checkpoints")
+    for path in newest[:1]:
+        prune(path, keep_last)
+        prune(critic_path(path), keep_last + 1 if keep_last else 0)
+    remove_orphans(run_dir / "checkpoints")
+
+
 async def refresh_reference(actors: Actors, run_dir: Path, step: int) -> None:
     """The reference becomes what the policy is after `step`; what checkpoints of the run note is kept."""
     assert actors.reference is not None
@@ -52,13 +64,18 @@ async def refresh_reference(actors: Actors, run_dir: Path, step: int) -> None:
 
 
 def _noted_references(run_dir: Path) -> set[str]:
-    """By all checkpoints that are there, also those half written and those of an abandoned branch."""
+    """By all checkpoints that are there, also those half written and those of an abandoned branch.
+
+    All references where one of these cannot be read: it may note any.
+    """
     noted = set()
     for path in [*run_dir.glob("checkpoints/*"), *run_dir.glob("abandoned/*/checkpoints/*")]:
         try:
             noted.add(str(json.loads((path / RECORD).read_text())["state"]["reference"][1]))
-        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        except (*_NOT_THERE, ValueError, KeyError, TypeError, IndexError, RecursionError):
             continue  # it is no checkpoint of a run, or one that nothing can load
+        except OSError:
+            return {str(reference) for reference in (run_dir / REFERENCES).glob("*")}
     return noted
 
 

@@ -22,20 +22,24 @@ _log = logging.getLogger(__name__)
 
 
 def write_prompts(checkpoint: Path, state: BufferState, scored_by: str) -> dict[str, Any]:
-    """Plain data for a checkpoint that is about to be written. Removes files of those that are gone."""
-    path = _path(checkpoint)
-    for prompts_file in path.parent.glob("step-*.pkl"):
-        owner = checkpoint.with_name(prompts_file.stem)
-        # First by the name that it has until it is complete: it may get its own in between.
-        is_needed = owner.with_name(f"{owner.name}.partial").exists() or owner.exists()
-        if re.fullmatch(r"step-\d+", prompts_file.stem) and not is_needed:
-            prompts_file.unlink()
-    with whole_file(path) as file:
+    """Plain data for a checkpoint that is about to be written."""
+    remove_orphans(checkpoint.parent)
+    with whole_file(_path(checkpoint)) as file:
         hashed = _Hashed(file)
         # In small frames, so that other threads run in between. Metadata may have classes of the recipe's.
         cloudpickle.dump(state.held, hashed)
     prompts = {"next": state.next, "unfinished": state.unfinished}
     return prompts | {"held": hashed.checksum, "scored_by": scored_by}
+
+
+def remove_orphans(checkpoints: Path) -> None:
+    """The files of a run's checkpoints that are gone."""
+    for prompts_file in checkpoints.with_name("held").glob("step-*.pkl"):
+        owner = checkpoints / prompts_file.stem
+        # First by the name that it has until it is complete: it may get its own in between.
+        is_needed = owner.with_name(f"{owner.name}.partial").exists() or owner.exists()
+        if re.fullmatch(r"step-\d+", prompts_file.stem) and not is_needed:
+            prompts_file.unlink()
 
 
 def read_prompts(own_checkpoint: str, prompts: Mapping[str, Any], scored_by: str) -> BufferState:

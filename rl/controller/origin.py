@@ -1,4 +1,4 @@
-"""The checkpoint of another run from which a run began, kept until the run has one of its own.
+"""The checkpoint of another run from which a run began, kept until the run's end: its own may be damaged.
 
 The other run goes on, and removes its older checkpoints. So its files are linked into origin/ of this run's
 directory, laid out as a run's directory: that takes no room while the other has them, and survives it.
@@ -6,6 +6,7 @@ directory, laid out as a run's directory: that takes no room while the other has
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from rl.config.resume import DRAWN, home_of
@@ -23,11 +24,11 @@ from rl.models.checkpoint_dir import (
 from rl.models.hf import WEIGHTS
 
 
-def keep_origin(checkpoint: str, run_dir: Path) -> None:
-    """Nothing where a file cannot be linked: it is on another disk, or the other run has just removed it."""
-    source, kept = Path(checkpoint), run_dir / ORIGIN
+def keep_origin(checkpoint: str, run_dir: Path) -> str:
+    """Why it is not kept; empty where it is. No file of it is copied: it may be on another disk."""
+    source, kept, why = Path(checkpoint), run_dir / ORIGIN, ""
     if is_complete(kept / "checkpoints" / source.name):
-        return
+        return ""
     partial = kept.with_name(f"{ORIGIN}.partial")
     for left in (kept, partial):
         shutil.rmtree(left, ignore_errors=True)
@@ -36,23 +37,32 @@ def keep_origin(checkpoint: str, run_dir: Path) -> None:
         if critic_path(source).is_dir():
             _link(critic_path(source), partial / "critic_checkpoints" / source.name)
         _, noted = read_record(source)["state"].get("reference", ("", ""))
-        if reference := reference_weights(source, noted):
+        reference = reference_weights(source, noted)
+        if reference and Path(reference).is_dir():
             _link(Path(reference), partial / REFERENCES / Path(reference).name)
-        for name in ("config.json", "plan.json", *(f"{path}/{WEIGHTS}" for path in DRAWN)):
+        for name in ("config.json", "plan.json", *(f"{path}/{WEIGHTS}" for path in DRAWN.values())):
             if (home_of(checkpoint) / name).is_file():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(home_of(checkpoint) / name, partial / name)
-        if not why_damaged(partial / "checkpoints" / source.name):
+        if not (why := why_damaged(partial / "checkpoints" / source.name)):
             partial.rename(kept)
-    except (OSError, RunError):
-        pass
+    except shutil.Error as error:  # of each file
+        why = str(error.args[0][0][2])
+    except (OSError, RunError) as error:
+        why = str(error)
     shutil.rmtree(partial, ignore_errors=True)
+    return why
 
 
 def drop_origin(run_dir: Path) -> None:
-    """Once the run has a checkpoint of its own."""
-    if latest(run_dir / "checkpoints"):
-        shutil.rmtree(run_dir / ORIGIN, ignore_errors=True)
+    """At the run's end. It is whole or has another name."""
+    kept, partial = run_dir / ORIGIN, run_dir / f"{ORIGIN}.partial"
+    if not latest(run_dir / "checkpoints"):
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    with suppress(OSError):
+        kept.rename(partial)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from rl.actors.actors import Actors
 from rl.actors.remote import EngineDied
 from rl.config.learning import Learning
-from rl.config.resume import is_own, newest_good, origin_of
+from rl.config.resume import began_from, is_own, newest_good, origin_of
 from rl.controller.abandoned import abandon_after, remove_unfinished
 from rl.controller.stages import RunStages
 from rl.errors import DamagedCheckpoint
 from rl.interfaces import Tokenizer
-from rl.models.checkpoint_dir import newest_first
+from rl.models.checkpoint_dir import another, newest_first
 from rl.observability.recorder import Recorder
 from rl.waiting import num_interrupts
 
@@ -52,8 +52,12 @@ async def train_and_export(
                 raise asyncio.CancelledError from death
             written = newest_first(recorder.run_dir / "checkpoints")
             await actors.restart_engines(death, step_of(str(written[0])) if written else 0)
-            remove_unfinished(recorder.run_dir)
+            await recorder.write(lambda: remove_unfinished(recorder.run_dir))  # after what is still written
         except DamagedCheckpoint as damage:
+            began = began_from(recorder.run_dir)
+            if checkpoint == origin_of(recorder.run_dir) != began:  # a link to what the user knows
+                what = str(damage).partition(";")[0]
+                raise DamagedCheckpoint(f"{what}, as {began} is; {another(Path(began))}") from damage
             if is_named or not is_own(checkpoint, recorder.run_dir):
                 raise
             recorder.say(str(damage))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rl.cluster.group import PATIENCE
 from rl.cluster.launch import launch
 from rl.config.codec import to_json, write_config
 from rl.config.learning import learning_of
@@ -22,6 +23,7 @@ from rl.config.resume import (
     going_on,
     home_of,
     is_own,
+    origin_of,
     take_over_weights,
     whole,
     with_newest_checkpoint,
@@ -30,6 +32,7 @@ from rl.config.run import RunConfig
 from rl.config.settle import fallback_of, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.abandoned import abandon_after, remove_unfinished
+from rl.controller.checkpoints import remove_older
 from rl.controller.origin import drop_origin, keep_origin
 from rl.controller.plan import settled_otherwise
 from rl.controller.recovery import step_of, train_and_export
@@ -50,6 +53,7 @@ from rl.processes import on_interrupt
 from rl.waiting import beside, give_way_often
 
 _SAME_SIGNAL_SECONDS = 1.0
+_NOTICE_SECONDS = 60.0  # until a lost host is given up
 
 
 def run(
@@ -72,7 +76,8 @@ def run(
             raise ConfigError("\n".join(rehearsal.problems))
     try:
         run_dir = run_directory(config.run_dir, recipe)
-        lock = lock_directory(run_dir, "run")
+        with break_silence(f"waiting until no other process has {run_dir}"):
+            lock = lock_directory(run_dir, "run", _patience(config) if in_place else 0.0)
         if in_place:
             remove_unfinished(run_dir)
             if asked_for and not is_named:  # one that lacked only its name has it now
@@ -87,10 +92,17 @@ def run(
         # Who starts again from these settings starts where this run began.
         began = began_from(run_dir) if in_place else config.resume and os.path.abspath(config.resume)
         write_config(run_dir, source or recipe, replace(lasting, resume=began))
-        drop_origin(run_dir)
         if began and not is_its_own:
-            keep_origin(began, run_dir)
+            if why := keep_origin(began, run_dir):
+                print(
+                    f"{began} is not linked into {run_dir} ({why:.200}); leave it until this run has ended",
+                    flush=True,
+                )
+            config = replace(config, resume=origin_of(run_dir))  # the other run may remove its own any time
     except OSError as error:
+        where = Path(config.run_dir or "runs")
+        if failure := disk_failure(error, where):
+            raise RunError(f"{failure}{_go_on(where)}") from error
         raise ConfigError(
             f"the run's directory {config.run_dir or 'runs/'} cannot be made ({error}); give another run_dir"
         ) from error
@@ -98,6 +110,7 @@ def run(
         with modules_of(source):
             asyncio.run(_main(recipe, config, run_dir, in_place, is_named, rehearsal.takes))
         drop_origin(run_dir)
+        remove_older(run_dir, config.keep_checkpoints)
     except KeyboardInterrupt:
         print(f"what the run has done is in {run_dir}{_go_on(run_dir)}", file=sys.stderr)
         raise
@@ -115,8 +128,17 @@ def run(
     return 0
 
 
+def _patience(config: RunConfig) -> float:
+    """Seconds for the controller of a job that was started again: the one before lives until it notices."""
+    is_of_a_job = TOLD in os.environ or PATIENCE in os.environ
+    return config.deadlines.start + _NOTICE_SECONDS if is_of_a_job else 0.0
+
+
 def _go_on(run_dir: Path) -> str:
-    newest = latest(run_dir / "checkpoints")
+    try:
+        newest = latest(run_dir / "checkpoints")
+    except OSError:  # of a disk that has failed
+        return ""
     return f"; go on with --resume {newest}" if newest else ""
 
 

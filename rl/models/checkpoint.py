@@ -4,7 +4,6 @@ They are written in the background, are complete or not there, and can be read u
 """
 
 import errno
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -23,22 +22,18 @@ from rl.errors import RunError, one_line
 from rl.models.adapters import Adapters
 from rl.models.agreement import agreed, fail_together
 from rl.models.checkpoint_dir import (
-    OF_THE_REST,
-    RECORD,
     VERSION,
+    begin,
     check_content,
     checksum_files,
-    prune,
+    complete,
     read_record,
-    remove,
-    rename,
     tensor_names,
     write_checksums,
 )
 from rl.models.checkpoint_metadata import CheckpointReader
 from rl.models.learner import Learner
 from rl.models.platform import new_group
-from rl.paths import sync, write_whole
 
 _FULL_MIB = 16
 _PATIENCE = 4  # with a rank that writes for too long: it may come to its end later
@@ -91,10 +86,7 @@ class Checkpoints:
         partial = path.with_name(path.name + ".partial")
         with agreed(self._reason, self._group):
             if dist.get_rank() == 0:
-                remove(partial)
-                partial.mkdir(parents=True)
-                sync(path.parent.parent)  # a run's first checkpoint makes its directory too
-                write_whole(partial / RECORD, json.dumps(record).encode())
+                begin(partial, record)
         tensors = self._tensors() | rng_state(self._device)
         writer = _Writer(partial)
         saving = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
@@ -111,9 +103,7 @@ class Checkpoints:
         try:
             written.result()
             if dist.get_rank() == 0:
-                write_checksums(partial, (RECORD, ".metadata"), OF_THE_REST)
-                rename(partial, path)
-                prune(path, keep_last)
+                complete(partial, path, keep_last)
             finished.set_result(None)
         except BaseException as error:  # handed to whoever waits
             finished.set_exception(error)

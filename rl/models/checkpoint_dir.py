@@ -118,7 +118,7 @@ def check_content(path: Path, part: int = 0, num_parts: int = 1) -> None:
         sums = _checksums(path)
         damage = _why_changed(path, {name: sums[name] for name in sorted(sums)[part::num_parts]})
     if damage:
-        raise DamagedCheckpoint(f"{damage}; {_another(path)}")
+        raise DamagedCheckpoint(f"{damage}; {another(path)}")
 
 
 def _why_changed(path: Path, sums: Mapping[str, str]) -> str:
@@ -152,10 +152,9 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _another(path: Path) -> str:
+def another(path: Path) -> str:
     """The newest other checkpoint beside it that looks good."""
-    good = (beside for beside in newest_first(path.parent) if beside != path and not why_damaged(beside))
-    newest = next(good, None)
+    newest = next((p for p in newest_first(path.parent) if p != path and not why_damaged(p)), None)
     return f"go on with --resume {newest}" if newest else "there is no other good one beside it"
 
 
@@ -172,9 +171,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _metadata(path: Path) -> "Metadata":
-    from rl.models.checkpoint_metadata import (
-        CheckpointReader,  # over half a second, which each command waits for
-    )
+    from rl.models.checkpoint_metadata import CheckpointReader  # over half a second
 
     try:
         return CheckpointReader(path).read_metadata()
@@ -208,6 +205,21 @@ def _number(path: Path) -> int:
     """At the end of its name; -1 where there is none."""
     match = re.fullmatch(r".*?(\d+)", path.name)
     return int(match[1]) if match else -1
+
+
+def begin(partial: Path, record: Mapping[str, Any]) -> None:
+    """Make the directory into which a checkpoint is written, in the place of one that is half written."""
+    remove(partial)
+    partial.mkdir(parents=True)
+    sync(partial.parent.parent)  # a run's first checkpoint makes its directory too
+    write_whole(partial / RECORD, json.dumps(record).encode())
+
+
+def complete(partial: Path, path: Path, keep_last: int) -> None:
+    """All files are there, and the metadata: it gets its name, and older ones go (`prune`)."""
+    write_checksums(partial, (RECORD, ".metadata"), OF_THE_REST)
+    rename(partial, path)
+    prune(path, keep_last)
 
 
 def rename(partial: Path, path: Path) -> None:

@@ -17,6 +17,7 @@ from rl.hub import config_directory, hub_id, model_directory, small_directory
 from rl.models import hf, hf_checks
 from rl.models.known_shapes import known_config
 from rl.models.tokenizer import HFTokenizer, tokenizer_of
+from rl.paths import write_whole
 from rl.types import LoRA
 
 MODEL = "model"
@@ -148,7 +149,7 @@ class TinyQwen3:
     def materialize(self, run_dir: Path) -> Path:
         path = run_dir / MODEL
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(self.config(), indent=1))
+        write_whole(path / "config.json", json.dumps(self.config(), indent=1).encode(), durable=False)
         write_character_tokenizer(self.alphabet, path)
         return path
 
@@ -235,7 +236,7 @@ def write_character_tokenizer(alphabet: str, out_dir: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     tokenizer.add_special_tokens(special)
-    tokenizer.save(str(out_dir / "tokenizer.json"))
+    write_whole(out_dir / "tokenizer.json", tokenizer.to_str(pretty=True).encode(), durable=False)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": "<pad>",
@@ -245,4 +246,4 @@ def write_character_tokenizer(alphabet: str, out_dir: Path) -> None:
     }
     if set(_CHAT_CHARACTERS) <= set(alphabet):
         settings["chat_template"] = _CHAT_TEMPLATE
-    (out_dir / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    write_whole(out_dir / "tokenizer_config.json", json.dumps(settings, indent=1).encode(), durable=False)

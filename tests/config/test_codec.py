@@ -319,6 +319,35 @@ def test_files_of_earlier_versions_are_read():
         from_json({"method": "gone", "of": "text"})
 
 
+EARLIER = sorted((Path(__file__).parent / "earlier").glob("*.json"))
+"""What the version of 24 November 2026 (788fbef) wrote for recipes."""
+
+
+def _leaves(data, prefix=""):
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+@pytest.mark.parametrize("file", EARLIER, ids=lambda file: file.stem)
+def test_each_setting_of_an_earlier_run_is_what_it_was(file):
+    before = dict(_leaves(json.loads(file.read_text())))
+    name, config = load_recipe(str(file))
+    now = dict(_leaves(to_json(config)))
+    assert name == before.pop("recipe") == file.stem
+    length = before.pop("trainer.max_tokens")
+    assert length == now["max_seq_len"] == now["trainer.micro_batch_tokens"]
+    assert before.pop("placement") == now["placement"] == "auto"
+    assert before.pop("run_dir") == now["run_dir"] == ""
+    for setting, value in before.items():
+        kept = value.replace("rl.controller.config:", "rl.config.run:") if setting.endswith("type") else value
+        assert now[setting] == kept or (
+            setting.endswith("type") and now[setting].endswith(value.split(":")[1])
+        )
+
+
 def test_a_length_of_an_earlier_version_is_the_sequences_and_the_micro_batchs(tmp_path):
     """trainer.max_tokens was both."""
     (tmp_path / "run").mkdir()

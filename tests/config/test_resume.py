@@ -57,7 +57,7 @@ def test_a_run_that_lost_its_first_life_before_a_checkpoint_begins_where_it_bega
     other = complete(tmp_path / "other", 50)
     config = replace(quickstart(), run_dir="run", resume="other/checkpoints/step-50")
     running.run("quickstart", config)
-    assert started.pop() == ("other/checkpoints/step-50", False)
+    assert started.pop() == ("run/origin/checkpoints/step-50", False)
     monkeypatch.chdir(other)
     again = replace(config, run_dir=str(tmp_path / "run"), resume="latest")
     kept = tmp_path / "run" / "origin" / "checkpoints" / "step-50"
@@ -68,10 +68,10 @@ def test_a_run_that_lost_its_first_life_before_a_checkpoint_begins_where_it_bega
     for _ in range(2):
         running.run("quickstart", again)
         assert started.pop() == (str(own), True)
-    assert not kept.exists()  # there is one of its own
+    assert not kept.exists()  # that life has ended
     (own / ".metadata").write_bytes(b"")
     running.run("quickstart", again)
-    assert started.pop() == (str(other), True)
+    assert started.pop() == (str(kept), True)
     assert not own.exists() and (tmp_path / "run" / "abandoned" / "1" / "checkpoints" / "step-60").is_dir()
 
 
@@ -99,6 +99,25 @@ def test_what_a_newer_version_wrote_is_refused_and_nothing_older_taken_in_its_pl
     assert load_recipe(str(tmp_path))[1].steps == 100
 
 
+def test_the_newest_of_all_runs_is_not_one_that_is_older_than_what_a_newer_version_wrote(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart-1", "quickstart-2"):
+        run_dir = tmp_path / "runs" / name
+        run_dir.mkdir(parents=True)
+        write_config(run_dir, "quickstart", quickstart())
+        complete(run_dir, 20)
+    config = replace(quickstart(), resume="latest")
+    assert with_newest_checkpoint("quickstart", config)[0].resume
+    settings = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps(settings | {"version": 2}))
+    with pytest.raises(ConfigError, match="runs/quickstart-2/config.json has version 2, and this rl reads 1"):
+        with_newest_checkpoint("quickstart", config)
+    (run_dir / "config.json").write_text("{")  # of which nothing is known
+    assert "quickstart-1" in with_newest_checkpoint("quickstart", config)[0].resume
+
+
 def test_a_run_without_a_critic_is_not_passed_over_where_one_is_needed_now(tmp_path):
     """It is named, so that it can be refused; what is missing is no damage."""
     config = replace(quickstart(), run_dir=str(tmp_path), resume="latest", advantages=GAE())
@@ -121,6 +140,34 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_has_ended(tmp_pa
     other.kill()
     other.wait()
     os.close(lock_directory(tmp_path, "run"))
+
+
+@pytest.mark.parametrize("variable", ["", "RL_TOLD", "RL_HOSTS_SECONDS"])
+def test_a_job_that_is_started_again_waits_for_its_controller_of_before(variable, tmp_path, monkeypatch):
+    """Which may live for as long as it takes to notice that its host is lost. Nobody waits for a run that is no job's."""
+    first = lock_directory(tmp_path, "run")
+    (tmp_path / ".lock").write_text("17 on another-host\n")
+    asked = []
+
+    def lock(file):
+        asked.append(file)
+        return len(asked) > 2
+
+    monkeypatch.setattr("rl.paths.lock", lock)
+    monkeypatch.setattr("rl.paths.time.sleep", lambda seconds: None)
+    for name in ("RL_TOLD", "RL_HOSTS_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "60")
+    patience = running._patience(quickstart())
+    assert patience == (quickstart().deadlines.start + 60 if variable else 0)
+    if variable:
+        os.close(lock_directory(tmp_path, "run", patience))
+        assert len(asked) == 3
+    else:
+        with pytest.raises(ConfigError, match=r"under way \(pid 17 on another-host\); wait for it"):
+            lock_directory(tmp_path, "run", patience)
+    os.close(first)
 
 
 def test_a_file_system_without_locks_is_refused_by_its_cause(tmp_path, monkeypatch):

@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from configs.quickstart import quickstart
 from rl.actors.actors import Revival
 from rl.actors.remote import EngineDied
-from rl.config import WarmupConfig
+from rl.config import ReferenceConfig, WarmupConfig
 from rl.controller import abandoned
 from rl.controller import run as running
 from rl.controller.abandoned import abandon_after, remove_unfinished
+from rl.controller.origin import drop_origin
 from rl.envs.sort_letters import SortLetters
 from rl.errors import ConfigError, DamagedCheckpoint, RunError
 from rl.loss.advantages.gae import GAE
@@ -43,7 +44,8 @@ class Interrupted(Exception):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """A run in tmp_path/run with fakes for actors; `until`: the step in whose update it is killed; `dies`: its
-    trainer, in the update of this number, when the directory `other` goes."""
+    trainer, in the update of this number, when the directory `other` goes; in that of number 0, it goes as processes
+    start."""
     monkeypatch.chdir(tmp_path)
     step_once, load = FakeEngine.optim_step, FakeEngine.load_checkpoint
 
@@ -60,6 +62,9 @@ def train(tmp_path, monkeypatch):
 
             async def start():
                 actors.trainer.updates = 0
+
+            if dies == 0:
+                shutil.rmtree("other")
 
             yield replace(actors, revival=Revival(start, [actors.trainer], 3))
 
@@ -111,7 +116,7 @@ def test_who_goes_on_from_an_older_step_goes_on_from_there_the_next_time_too(tra
 
 
 @pytest.mark.parametrize("parts", [{}, {"advantages": GAE(), "kl": KL(coef=0.1)}], ids=["the policy", "all"])
-def test_what_a_run_began_from_stays_until_it_has_a_checkpoint_of_its_own(parts, train):
+def test_what_a_run_began_from_stays_until_its_end(parts, train):
     """Though the other run removes it, as it does once it has newer ones."""
     train(steps=4, **parts)
     put(Path("run/model/model.safetensors"))  # random weights are drawn by a real engine
@@ -143,6 +148,105 @@ def test_an_engine_that_dies_goes_on_from_the_origin_though_the_other_run_has_re
     assert recorded() == whole and not Path("other").exists()
 
 
+def test_the_other_run_may_remove_what_a_run_begins_from_while_its_processes_start(train):
+    parts = {"advantages": GAE(), "kl": KL(coef=0.1)}
+    train(steps=4, **parts)
+    Path("run").rename("other")
+    train("other/checkpoints/step-4", steps=8, **parts)
+    whole = recorded()
+    shutil.rmtree("run")
+    assert train("other/checkpoints/step-4", steps=8, dies=0, **parts) == 0
+    assert recorded() == whole
+
+
+def test_a_run_whose_own_checkpoint_is_damaged_still_has_what_it_began_from(train):
+    """Also where only loading shows it."""
+    train(steps=4)
+    Path("run").rename("other")
+    train("other/checkpoints/step-4", steps=8)
+    whole = recorded()
+    shutil.rmtree("run")
+    train("other/checkpoints/step-4", steps=8, until=7)
+    shutil.rmtree("other")
+    (Path("run/checkpoints/step-6") / "a flipped byte").touch()
+    assert train("latest", steps=8) == 0
+    assert recorded() == whole and not Path("run/origin").exists()
+
+
+@pytest.mark.parametrize("resume", ["other/checkpoints/step-4", "other"])
+def test_a_damaged_checkpoint_of_another_run_is_told_by_its_own_name(resume, train):
+    """Though it is read where this run has it."""
+    train(steps=4)
+    Path("run").rename("other")
+    (Path("other/checkpoints/step-4") / "a flipped byte").touch()
+    with pytest.raises(DamagedCheckpoint) as refused:
+        train(resume, steps=8)
+    text = str(refused.value)
+    assert f"as {Path('other/checkpoints/step-4').absolute()} is; go on with --resume" in text, text
+    assert text.endswith(str(Path("other/checkpoints/step-2").absolute()))
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_has_one_copy_of_the_other_s_reference(train):
+    parts = {"kl": KL(coef=0.1), "reference": ReferenceConfig(refresh_every=2)}
+    train(steps=4, **parts)
+    Path("run").rename("other")
+    train("other/checkpoints/step-4", steps=8, until=5, **parts)
+    train("latest", steps=8, until=5, **parts)
+    assert len(list(Path("run/reference").iterdir())) == 1
+
+
+def test_whoever_is_killed_while_the_origin_is_removed_has_it_whole_or_not_at_all(tmp_path, monkeypatch):
+    def prepare(number):
+        run_dir = tmp_path / str(number)
+        checkpoint(run_dir / "checkpoints" / "step-6", 6)
+        checkpoint(run_dir / "origin" / "checkpoints" / "step-4", 4)
+        put(run_dir / "origin" / "config.json")
+        return run_dir
+
+    expected = files(prepare("whole") / "origin")
+    for run_dir in every_kill(monkeypatch, prepare, drop_origin):
+        assert not (run_dir / "origin").exists() or files(run_dir / "origin") == expected
+        drop_origin(run_dir)
+        assert [path.name for path in run_dir.iterdir()] == ["checkpoints"]
+
+
+def test_what_a_branch_has_of_all_steps_is_on_the_disk_before_the_run_s_own_is_cut(tmp_path, monkeypatch):
+    make(tmp_path, random.Random(0))
+    synced, rename = set(), Path.rename
+    fsync = os.fsync
+
+    def note_sync(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def note_rename(path, target):
+        if path.name == "1.partial":
+            kept = [
+                path,
+                *path.glob("*"),
+                *(tmp_path / part.name for part in path.iterdir() if part.is_dir()),
+            ]
+            assert len(kept) > 4 and not [p for p in kept if p.stat().st_ino not in synced]
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    assert abandon_after(tmp_path, 10)
+    assert (tmp_path / "abandoned").stat().st_ino in synced
+
+
+@pytest.mark.parametrize("writes", ["write_config", "abandon_after", "lock_directory"])
+def test_a_disk_that_is_full_as_a_run_goes_on_is_no_reason_to_begin_another(writes, train, monkeypatch):
+    train(steps=4)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(running, writes, full)
+    with pytest.raises(RunError, match=r"is full; make room; go on with --resume run/checkpoints/step-4$"):
+        train("latest", steps=6)
+
+
 def test_an_origin_that_is_half_linked_is_linked_again(train, monkeypatch):
     train(steps=4)
     Path("run").rename("other")
@@ -162,7 +266,7 @@ def test_an_origin_that_is_half_linked_is_linked_again(train, monkeypatch):
     assert latest(Path("run/origin/checkpoints")) and not Path("run/origin.partial").exists()
 
 
-def test_an_origin_on_another_disk_is_not_kept(train, monkeypatch):
+def test_an_origin_on_another_disk_is_not_kept_and_the_run_says_so(train, monkeypatch, capsys):
     def refuse(*_, **__):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
@@ -170,6 +274,8 @@ def test_an_origin_on_another_disk_is_not_kept(train, monkeypatch):
     Path("run").rename("other")
     monkeypatch.setattr(os, "link", refuse)
     train("other/checkpoints/step-4", steps=8, until=5)
+    printed = capsys.readouterr().out
+    assert "step-4 is not linked into run ([Errno 18] Invalid cross-device link); leave it until" in printed
     assert not Path("run/origin").exists() and not Path("run/origin.partial").exists()
     assert train("latest", steps=8) == 0
 
@@ -310,8 +416,12 @@ def test_what_an_earlier_life_left_half_written_goes_and_a_stranger_s_stays(tmp_
     drawn = f"model.safetensors.{uuid.uuid4().hex}.partial"
     put(tmp_path / "model" / drawn)
     put(tmp_path / "teacher" / "model" / drawn)
+    for name in ("held/step-7.pkl.partial", "batches/step-7.pkl.partial", "rollouts/train-7.jsonl.gz.partial",
+                 "model/model.safetensors.partial", "reference/step-0-from-01234567.partial/weights"):  # fmt: skip
+        put(tmp_path / name)
     theirs = ("model/model.safetensors", "model/mine.partial", "checkpoints/step-1.partial/mine",
-              "checkpoints/best.partial/record.json", "critic_checkpoints/step-8/mine", "checkpoints/step-5.partial/record.json")  # fmt: skip
+              "checkpoints/best.partial/record.json", "critic_checkpoints/step-8/mine", "checkpoints/step-5.partial/record.json",
+              "held/mine.pkl.partial", "reference/mine.partial/weights", "rollouts/mine.jsonl.gz.partial")  # fmt: skip
     for name in theirs:
         put(tmp_path / name, record)
     remove_unfinished(tmp_path)

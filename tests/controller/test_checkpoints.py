@@ -1,6 +1,7 @@
 """A checkpoint's parts: whatever happens to a run, each complete checkpoint finds what it notes."""
 
 import asyncio
+import errno
 import json
 import random
 import shutil
@@ -137,7 +138,7 @@ class Critic(FakeEngine):
 def test_who_is_killed_while_a_checkpoint_is_written_has_one_with_its_critic(keep_last, tmp_path):
     """The next one is due before the one before is complete."""
     run = Run(tmp_path, keep_last)
-    run.actors = replace(run.actors, critic=Critic("critic", [], run.trainer.config))
+    run.actors = replace(run.actors, engines={"critic": Critic("critic", [], run.trainer.config)})
 
     async def live():
         for _ in range(3):
@@ -220,6 +221,29 @@ def test_a_run_that_dies_before_its_first_checkpoint_copies_the_other_s_referenc
 
     for run in (first, second):
         (run.run_dir / "checkpoints").mkdir(parents=True)
+    asyncio.run(live())
+
+
+def test_a_record_that_cannot_be_read_just_now_keeps_the_reference_that_it_notes(tmp_path, monkeypatch):
+    run = Run(tmp_path, keep_last=0)
+    read = Path.read_text
+
+    def failing(path, *arguments):
+        if path.name == "record.json":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path, *arguments)
+
+    async def live():
+        for event in ("learn", "refresh", "save", "written", "learn", "refresh"):
+            await getattr(run, event)()
+        await run.learn()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", failing)
+            await run.refresh()
+        run.check()
+        assert {path.name for path in (tmp_path / "reference").iterdir()} == {"step-1", "step-2", "step-3"}
+
+    (tmp_path / "checkpoints").mkdir()
     asyncio.run(live())
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +23,11 @@ from rl.loss.advantages.gae import GAE
 from rl.loss.entropy import EntropyBonus
 from rl.loss.kl import KL
 from rl.models.tokenizer import HFTokenizer
+from rl.observability import rollout_log
 from rl.observability.recorder import Recorder
 from rl.observability.sinks import Sinks
 from rl.observability.timeline import Timeline
+from rl.paths import whole_file
 from tests.controller.fakes import FakeEngine, fake_actors
 
 ALGORITHMS = {
@@ -107,6 +111,33 @@ def test_a_death_at_any_call_changes_no_number(name, tmp_path, monkeypatch):
             assert got == expected, death
         steps = [line["step"] for line in got[0] if "loss" in line]
         assert steps == list(range(1, settings.steps + 1))
+
+
+def test_a_death_while_rollouts_are_written_costs_no_file(tmp_path, monkeypatch):
+    """What an earlier life left half written is removed after it, too, and these the run's own thread still writes."""
+
+    @contextmanager
+    def slow(*arguments, **options):
+        with whole_file(*arguments, **options) as file:
+            yield file
+            time.sleep(0.3)
+
+    monkeypatch.setattr(rollout_log, "whole_file", slow)
+    settings = config(save_every=1)
+    step, died = FakeEngine.optim_step, []
+
+    async def die_once(engine, *arguments, **options):
+        if engine.updates == 3 and not died:
+            died.append(engine.name)
+            raise EngineDied("the trainer died")
+        return await step(engine, *arguments, **options)
+
+    monkeypatch.setattr(FakeEngine, "optim_step", die_once)
+    *_, restarts = run(settings, tmp_path)
+    assert restarts == 1
+    written = {path.name for path in (tmp_path / "rollouts").iterdir()}
+    assert written >= {f"train-{number}.jsonl.gz" for number in range(1, settings.steps + 1)}
+    assert not [name for name in written if name.endswith(".partial")]
 
 
 def test_one_that_dies_over_and_over_is_given_up(tmp_path, monkeypatch):
