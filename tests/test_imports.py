@@ -23,7 +23,6 @@ LAYERS = [
         "rl.surroundings",
         "rl.owned_directory",
         "rl.cgroups",
-        "rl.out_of_memory",
         "rl.waiting",
         "rl.micro_batch",
         "rl.http_server",

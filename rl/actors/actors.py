@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rl.actors.engine import EngineHandle
 from rl.actors.generator_pool import GeneratorPool
@@ -13,6 +13,7 @@ from rl.actors.reward import RewardPool
 from rl.actors.trainer import TrainerHandle
 from rl.actors.turns import Turns
 from rl.errors import RunError
+from rl.plan.roles import RoleName
 from rl.plan.types import Phase
 from rl.types import LoRA, PolicyVersion
 from rl.waiting import Deadlines, within
@@ -84,12 +85,17 @@ class Actors:
     rewards: RewardPool
     store: WeightStore
     deadlines: Deadlines
+    engines: Mapping[RoleName, EngineHandle] = field(default_factory=dict)  # beside the trainer
     reference: Reference | None = None  # where the loss or the KL penalty asks for one
-    critic: EngineHandle | None = None  # where the advantage estimator asks for one
     policy: tuple[str, LoRA] | None = None
     revival: Revival | None = None  # None: what dies stays dead
     turns: Turns | None = None  # None: everybody stays on their devices
     address: str = "127.0.0.1"  # of this process, as other processes of the run reach it
+
+    @property
+    def critic(self) -> EngineHandle | None:
+        """There where the advantage estimator asks for one."""
+        return self.engines.get("critic")
 
     @property
     def adapter(self) -> str | None:

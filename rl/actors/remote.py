@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
+from rl.actors.out_of_memory import MemoryWatch
 from rl.errors import ConfigError, RunError
-from rl.out_of_memory import MemoryWatch
 from rl.processes import ProcessInfo, is_gone
 from rl.waiting import loop_seconds, within
 

@@ -147,14 +147,12 @@ class _Start:
         store = WeightStore(partial(self._release, Caller(plan.transport), transport))
         (of_trainer,) = plan.of("trainer")
         trainer = TrainerHandle(*self._way(of_trainer, transport), deadlines, self._timeline)
-        critic = next((self._engine(each, transport) for each in plan.of("critic")), None)
-        self.engines = [trainer, *([critic] if critic else [])]
+        others = {r.role: self._engine(r, transport) for r in self._planned_engines if r is not of_trainer}
+        self.engines = [trainer, *others.values()]
         adapters = {adapter.name: adapter for adapter in spec_of(of_trainer, EngineSpec).adapters}
         reference: Reference | None = ReferenceAdapter(trainer) if REFERENCE in adapters else None
-        for each in plan.of("reference"):
-            engine = self._engine(each, transport)
-            reference = ReferenceMesh(engine, trainer, self._run_dir)
-            self.engines.append(engine)
+        if "reference" in others:
+            reference = ReferenceMesh(others["reference"], trainer, self._run_dir)
 
         async def start_engines() -> None:
             await self._place_engines(transport)
@@ -173,8 +171,8 @@ class _Start:
             rewards=self._rewards(),
             store=store,
             deadlines=deadlines,
+            engines=others,
             reference=reference,
-            critic=critic,
             policy=policy,
             revival=self._revival,
             turns=self._turns,
@@ -211,7 +209,7 @@ class _Start:
         await self._launcher.release(keys(manifest))
 
     def _engine(self, replica: ReplicaPlan, transport: Transport) -> EngineHandle:
-        """Of a critic or reference."""
+        """Of another than the trainer."""
         return EngineHandle(*self._way(replica, transport), self._plan.deadlines, self._timeline)
 
     def _way(self, replica: ReplicaPlan, transport: Transport) -> tuple[str, Any, EngineConfig]:

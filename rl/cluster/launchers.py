@@ -20,8 +20,7 @@ from rl.errors import RunError, one_line
 from rl.host_protocol import MARK, written
 from rl.host_tls import transport
 from rl.plan.cluster import Cluster, Host
-from rl.plan.demand import RoleName
-from rl.plan.roles import ENGINE_ROLES
+from rl.plan.roles import ENGINE_ROLES, RoleName
 from rl.plan.types import Plan, WorkerSpec
 from rl.processes import OTHER_HOSTS
 from rl.waiting import beside, together, within

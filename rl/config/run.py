@@ -18,6 +18,7 @@ from rl.models.layout import Layout
 from rl.models.sources import ModelSource
 from rl.observability.sinks import TrackingConfig
 from rl.plan.demand import DType, Sharing
+from rl.plan.roles import ROLES, RoleName
 from rl.plan.sections import GeneratorConfig as GeneratorConfig
 from rl.plan.sections import Hosts
 from rl.plan.sections import RewardConfig as RewardConfig
@@ -193,15 +194,28 @@ class RunConfig:
         most = self.env.most_sampled(self.max_seq_len)
         return Algorithm(**{name: getattr(self, name) for name in names}, max_new_tokens=most)
 
+    @property
+    def engines(self) -> dict[RoleName, Layout]:
+        """The engines beside the trainer that the algorithm needs, with the layout of each."""
+        needed: dict[RoleName, bool] = {
+            "critic": self.algorithm.needs_critic,
+            "reference": self.algorithm.needs_reference and not self.reference_is_adapter,
+        }
+        return {role: getattr(self, role).layout for role, is_needed in needed.items() if is_needed}
+
+    def model_of(self, role: RoleName) -> ModelSource:
+        """That of the role's section, where it names one; else the policy's."""
+        return getattr(getattr(self, role), "model", None) or self.model
+
     def without_weights(self) -> "RunConfig":
         """With models of which, on the Hub, the weights are not fetched: for commands that start nothing."""
-        teacher, judge = self.reference.model, self.judge.model
-        return dataclasses.replace(
-            self,
-            model=self.model.without_weights(),
-            reference=dataclasses.replace(self.reference, model=teacher and teacher.without_weights()),
-            judge=dataclasses.replace(self.judge, model=judge and judge.without_weights()),
-        )
+        sections = [(role, getattr(self, role)) for role in ROLES]
+        changes = {
+            role: dataclasses.replace(section, model=section.model.without_weights())
+            for role, section in sections
+            if getattr(section, "model", None) is not None
+        }
+        return dataclasses.replace(self, model=self.model.without_weights(), **changes)
 
     @property
     def reference_is_adapter(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from rl.cluster.hosts import cluster_at
 from rl.config.defaults import settled_of_learning
@@ -14,20 +14,20 @@ from rl.errors import ConfigError
 from rl.models.hf import max_positions
 from rl.models.sources import ModelSource
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts, RoleName
+from rl.plan.demand import Demand, Facts, JudgeDemand, ModelFacts
 from rl.plan.fallback import resolve_with_fallbacks, without
 from rl.plan.resolve import resolve
+from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.types import Fallback, Plan
 
 Command = Literal["train", "eval", "replay"]
 NOT_STARTED: Mapping[Command, Collection[RoleName]] = {
     "train": (),
-    "eval": ("critic", "reference"),
-    "replay": ("generator", "reference", "judge", "reward"),
+    "eval": tuple(role for role in ENGINE_ROLES if role != "trainer"),
+    "replay": tuple(name for name, role in ROLES.items() if not role.learns),
 }
 """Command -> the roles that it starts none of, though a run has them."""
 OPTIONAL = ("torchao",)
-_ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 
 def settle(config: RunConfig, command: Command = "train", cluster: Cluster | None = None) -> Plan:
@@ -99,20 +99,17 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
     judges = None
     if judge.model is not None and "judge" not in without:
         judges = JudgeDemand(judge.num_replicas, judge.tensor_parallel, judge.max_tokens, judge.kv_cache_gib)
-    wants_critic = config.algorithm.needs_critic and "critic" not in without
-    wants_reference = config.algorithm.needs_reference and not config.reference_is_adapter
     return Demand(
         command=command,
         trainer=config.trainer,
         generator=None if "generator" in without else config.generator,
-        critic=config.critic.layout if wants_critic else None,
-        reference=config.reference.layout if wants_reference and "reference" not in without else None,
+        engines={role: layout for role, layout in config.engines.items() if role not in without},
         judge=judges,
         reward=None if "reward" in without else config.reward,
         max_seq_len=config.max_seq_len,
         dtype=config.dtype,
         sharing=config.placement,
-        hosts={role: hosts for role in _ROLES if (hosts := getattr(config, role).hosts)},
+        hosts={role: hosts for role in ROLES if (hosts := getattr(config, role).hosts)},
         overlap=command == "train" and (config.max_offpolicy_steps > 0 or config.stream_groups > 0),
         learns=command != "eval",
         saves=command == "train",
@@ -125,24 +122,17 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         reference_is_adapter=config.reference_is_adapter,
         teacher=config.reference.model is not None,
         seed=config.seed,
-        drawn=_drawn(config),
+        drawn=tuple(role for role in ENGINE_ROLES if config.model_of(role).random_weights),
     )
 
 
-def _drawn(config: RunConfig) -> tuple[RoleName, ...]:
-    teacher = config.reference.model or config.model
-    policy: tuple[RoleName, ...] = ("trainer", "critic") if config.model.random_weights else ()
-    return (*policy, "reference") if teacher.random_weights else policy
-
-
 def _models(config: RunConfig, demand: Demand) -> dict[RoleName, ModelSource]:
-    """Role -> the model that it has."""
-    models: dict[RoleName, ModelSource] = dict.fromkeys(("trainer", "generator", "critic"), config.model)
-    if demand.reference is not None:
-        models["reference"] = config.reference.model or config.model
-    if demand.judge is not None and config.judge.model is not None:
-        models["judge"] = config.judge.model
-    return models
+    """The roles of the demand that have a model -> which."""
+    return {
+        name: config.model_of(name)
+        for name, role in ROLES.items()
+        if role.kind != "worker" and role.size(demand) is not None
+    }
 
 
 def facts_of(config: RunConfig, demand: Demand) -> Facts:
@@ -173,12 +163,17 @@ def _packages() -> frozenset[str]:
     return frozenset(name for name in OPTIONAL if importlib.util.find_spec(name) is not None)
 
 
+def own_directory(role: RoleName) -> str:
+    """In the run's, of what it makes of the role's own model."""
+    return "teacher" if role == "reference" else role
+
+
 def model_dirs(config: RunConfig, plan: Plan, run_dir: Path) -> dict[str, Path]:
     """Where each model that the plan names is. What a run makes or fetches lies in run_dir."""
-    dirs, teacher = {"model": config.model.materialize(run_dir)}, config.reference.model
-    if plan.of("reference"):
-        dirs["reference"] = dirs["model"] if teacher is None else teacher.materialize(run_dir / "teacher")
-    if plan.of("judge"):
-        assert config.judge.model is not None
-        dirs["judge"] = config.judge.model.materialize(run_dir / "judge")
+    dirs = {"model": config.model.materialize(run_dir)}
+    for name in plan.roles:
+        model, own = ROLES[name].model, config.model_of(name)
+        if model not in dirs:
+            directory = own_directory(name)
+            dirs[model] = dirs["model"] if own is config.model else own.materialize(run_dir / directory)
     return dirs

@@ -108,13 +108,8 @@ def _run_dir(config: RunConfig, in_place: bool) -> list[str]:
 
 def _layouts(config: RunConfig, command: Command) -> dict[str, tuple[Layout, Any]]:
     """Setting -> the layout of each engine that the command starts, and its model."""
-    layouts = {"trainer.layout": (config.trainer.layout, config.model)}
-    demand = demand_of(config, command)
-    if demand.critic is not None:
-        layouts["critic.layout"] = (config.critic.layout, config.model)
-    if demand.reference is not None:
-        layouts["reference.layout"] = (config.reference.layout, config.reference.model or config.model)
-    return layouts
+    engines = {"trainer": config.trainer.layout, **demand_of(config, command).engines}
+    return {f"{role}.layout": (layout, config.model_of(role)) for role, layout in engines.items()}
 
 
 def _models_against_layouts(config: RunConfig, command: Command) -> list[str]:

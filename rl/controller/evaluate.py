@@ -23,7 +23,7 @@ from rl.config.recipe_modules import modules_of
 from rl.config.recipes import load_recipe, source_of
 from rl.config.resume import whole, with_drawn_weights
 from rl.config.run import RunConfig, WarmupConfig
-from rl.config.settle import model_dirs, settle
+from rl.config.settle import NOT_STARTED, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.rollouts import check_rewards
 from rl.controller.side_run import own_directory
@@ -45,11 +45,12 @@ _ASKS_THE_SAME = ("num_eval", "max_new_tokens", "stop")
 """Settings of an Env with which its problems stay the same."""
 
 UNREAD = frozenset({
-    "data", "loss", "loss_agg", "advantages", "correction", "kl", "entropy", "reference", "critic",
-    "shaping", "warmup", "tracking", "steps", "prompts_per_step", "group_size", "minibatches", "epochs",
-    "max_offpolicy_steps", "stream_groups", "resampling_rounds", "max_logprob_diff", "eval_every",
-    "save_every", "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches", "resume",
-    "trace", "trainer.lr", "trainer.lr_warmup_steps", "trainer.lr_schedule", "trainer.lr_min_ratio",
+    *NOT_STARTED["eval"],
+    "data", "loss", "loss_agg", "advantages", "correction", "kl", "entropy", "shaping", "warmup",
+    "tracking", "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "max_offpolicy_steps",
+    "stream_groups", "resampling_rounds", "max_logprob_diff", "eval_every", "save_every",
+    "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches", "resume", "trace",
+    "trainer.lr", "trainer.lr_warmup_steps", "trainer.lr_schedule", "trainer.lr_min_ratio",
     "trainer.lr_decay_ratio", "trainer.betas", "trainer.eps", "trainer.weight_decay", "trainer.decay_all",
     "trainer.max_grad_norm", "trainer.share_prefixes", "trainer.dropout", "trainer.min_hosts",
     "trainer.spare_hosts", "trainer.max_restarts",
@@ -215,15 +216,16 @@ async def _answers(config: RunConfig, num_samples: int, plan_file: Path) -> tupl
         write_plan(plan_file, plan)
         print(settled_line(plan, plan_file), flush=True)
         models = model_dirs(config, plan, directory)
-        async with launch(plan, models, out, config.env) as actors:
+        learning, checkpoint = learning_of(config, plan.value_of("dtype")), config.resume
+        del config  # what follows is in the Plan and in Learning
+        async with launch(plan, models, out, learning.env) as actors:
             await actors.enter("sync")
-            if config.resume:
-                await actors.trainer.load_checkpoint(config.resume)
+            if checkpoint:
+                await actors.trainer.load_checkpoint(checkpoint)
             await actors.publish(0)
             await actors.enter("generate")
             generators = actors.generators
             await generators.wait_served(0)
-            learning = learning_of(config, plan.value_of("dtype"))
             rollout_maker = rollouts(learning, HFTokenizer(models["model"]), actors)
             try:
                 greedy = await rollout_maker.evaluate(generators)

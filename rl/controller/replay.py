@@ -19,7 +19,7 @@ from rl.config.recipes import load_recipe
 from rl.config.replay_rules import NEEDS
 from rl.config.resume import with_drawn_weights
 from rl.config.run import RunConfig
-from rl.config.settle import model_dirs, settle
+from rl.config.settle import NOT_STARTED, model_dirs, settle
 from rl.config.validate import validate
 from rl.controller.checkpoints import load_checkpoint
 from rl.controller.recovery import step_of
@@ -38,10 +38,11 @@ from rl.plan.show import PLAN, settled_line, write_plan
 _USAGE = "usage: rl replay runs/RUN --step N [--section.field value ...]"
 
 UNREAD = frozenset({
-    "generator", "reward", "judge", "warmup", "tracking", "resume", "trace", "joining_hosts", "group_size",
+    *NOT_STARTED["replay"],
+    "warmup", "tracking", "resume", "trace", "joining_hosts", "group_size",
     "max_offpolicy_steps", "stream_groups", "resampling_rounds", "eval_every", "save_every",
     "save_every_minutes", "keep_checkpoints", "record_rollouts", "record_batches", "loss_agg", "advantages",
-    "shaping", "entropy", "max_logprob_diff", "prompts_per_step", "data", "reference",
+    "shaping", "entropy", "max_logprob_diff", "prompts_per_step", "data",
 })  # fmt: skip
 """Settings, and sections of them, that say how batches come about, or what is done between steps.
 
@@ -124,13 +125,15 @@ async def _learn_again(config: RunConfig, run_dir: Path, step: int, out: Path) -
         plan = settle(config, "replay")
         write_plan(out / PLAN, plan)
         print(settled_line(plan, out / PLAN), flush=True)
-        async with launch(plan, model_dirs(config, plan, directory), out) as actors:
+        models = model_dirs(config, plan, directory)
+        learning, checkpoint = learning_of(config, plan.value_of("dtype")), config.resume
+        del config  # what follows is in the Plan and in Learning
+        async with launch(plan, models, out) as actors:
             await actors.enter("train")
-            await load_checkpoint(actors, config.resume)
-            learning = learning_of(config, plan.value_of("dtype"))
+            await load_checkpoint(actors, checkpoint)
             policy, critic = updaters(learning, actors)
             learned: dict[str, float] = {}
-            for number in range(step_of(config.resume) + 1, step + 1):
+            for number in range(step_of(checkpoint) + 1, step + 1):
                 batch, entropy_coef = read_batch(run_dir, number)
                 batch = replace(batch, groups=batch.all_groups, streamed=())
                 _check_old_logprobs(batch, learning.algorithm, number)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from rl.models.layout import Layout, row_multiple
 
+Head = Literal["tokens", "value"]
 CHUNK_ELEMENTS = 1 << 27
 """Logits held at a time, in elements (half a GiB in fp32); beyond it, backward recomputes them in chunks."""
 
@@ -28,7 +29,7 @@ class EngineConfig:
     micro_batch_tokens: int = 8192
     """Most tokens of a micro-batch that `EngineHandle.pack` makes."""
 
-    head: Literal["tokens", "value"] = "tokens"
+    head: Head = "tokens"
     """tokens: logprobs, by the model's own head. value: one number before each token, by a new head that
     starts at 0."""
 

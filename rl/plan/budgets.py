@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from rl.models.generator.vllm_config import Fill, served_rank
 from rl.plan.cluster import USABLE, Cluster
-from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts
 from rl.plan.memory import GIB, Memory, engine_memory, generator_memory, longest_sequence_bytes
 from rl.plan.model_shape import BYTES
 from rl.plan.phases import Presences, remaining
 from rl.plan.places import Places
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.specs import Spec
 from rl.plan.types import EngineSpec, GeneratorSpec, Notes, Phase, WorkerSpec
 from rl.types import LoRA

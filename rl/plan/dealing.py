@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.plan.cluster import Cluster
-from rl.plan.demand import RoleName
 from rl.plan.hosts import spread
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.sections import Hosts
 
 Device = tuple[int, int]

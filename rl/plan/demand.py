@@ -8,11 +8,11 @@ from rl.errors import ConfigError
 from rl.models.experts import expert_width
 from rl.models.layout import Layout
 from rl.plan.model_shape import ModelShape
+from rl.plan.roles import RoleName
 from rl.plan.sections import GeneratorConfig, Hosts, RewardConfig, TrainerConfig
 from rl.types import LoRA, TransportName
 from rl.waiting import Deadlines
 
-RoleName = Literal["trainer", "generator", "critic", "reference", "judge", "reward"]
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 DType = Literal["auto", "float32", "bfloat16", "fastest"]
 """auto: bfloat16 on GPUs, float32 on CPUs. fastest: bfloat16 where the devices have instructions for it, else
@@ -35,13 +35,13 @@ class JudgeDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """Who is started, and the settings that say how. A role of None is not started."""
+    """Who is started, and the settings that say how. A role of None, or not among `engines`, is not."""
 
     command: str
     trainer: TrainerConfig
     generator: GeneratorConfig | None = None
-    critic: Layout | None = None
-    reference: Layout | None = None
+    engines: Mapping[RoleName, Layout] = field(default_factory=dict)
+    """Beside the trainer, with the layout of each."""
     judge: JudgeDemand | None = None
     reward: RewardConfig | None = None
     max_seq_len: int = 8192
@@ -87,6 +87,10 @@ class Demand:
 
     def name(self, setting: str) -> str:
         return self.names.get(setting, setting)
+
+    def layout(self, role: RoleName) -> Layout | None:
+        """Of an engine; None where it is not started."""
+        return self.trainer.layout if role == "trainer" else self.engines.get(role)
 
     @property
     def may_take_turns(self) -> bool:

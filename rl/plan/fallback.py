@@ -7,10 +7,10 @@ from itertools import combinations, islice
 from rl.models.layout import Layout
 from rl.plan.budgets import gib
 from rl.plan.cluster import USABLE, Cluster
-from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts
 from rl.plan.memory import GIB
 from rl.plan.resolve import resolve
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.roles import ENGINE_ROLES, RoleName
 from rl.plan.sections import Hosts
 from rl.plan.types import PHASES, GeneratorSpec, Plan, Problem, Replica, Settled
 
@@ -154,7 +154,7 @@ def _devices(replicas: Collection[Replica]) -> set[tuple[int, int]]:
 
 
 def _layout(role: RoleName, demand: Demand) -> Layout:
-    layout = ROLES[role].layout(demand)
+    layout = demand.layout(role)
     assert layout is not None
     return layout
 
@@ -172,7 +172,7 @@ def _with(demand: Demand, role: RoleName, layout: Layout, hosts: Hosts) -> Deman
     demand = replace(demand, hosts={**demand.hosts, role: hosts})
     if role == "trainer":
         return replace(demand, trainer=replace(demand.trainer, layout=layout, hosts=hosts))
-    return replace(demand, **{role: layout})  # type: ignore[arg-type]
+    return replace(demand, engines={**demand.engines, role: layout})
 
 
 def _shown(replica: Replica) -> str:

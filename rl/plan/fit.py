@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from rl.models.generator.vllm_config import Fill
 from rl.plan.budgets import MARGIN, Taken, with_cache
 from rl.plan.cluster import USABLE, Cluster
-from rl.plan.demand import Demand, RoleName
+from rl.plan.demand import Demand
 from rl.plan.memory import GIB, GIB_OF_PROCESS, Memory
 from rl.plan.phases import Presences, by_phase
 from rl.plan.places import Places
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.types import PHASES, Notes, Phase
 
 _KEPT_ON_HOST = ("weights", "optimizer")

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, RoleName
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.demand import Demand
+from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 

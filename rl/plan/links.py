@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts
 from rl.plan.model_shape import BYTES
 from rl.plan.numerics import Numerics
 from rl.plan.places import Places
+from rl.plan.roles import RoleName
 from rl.plan.types import Link, Notes
 
 _ROLES: tuple[RoleName, RoleName] = ("trainer", "generator")

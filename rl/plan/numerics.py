@@ -82,10 +82,10 @@ def _cuda_graphs(demand: Demand, cluster: Cluster, notes: Notes) -> bool:
     if asked == "on" and not cluster.gpus:
         notes.problem(f"{demand.name('generator.cuda_graphs')}=on needs a GPU; set it to off")
     if asked != "auto":
-        notes.settle("generator.cuda_graphs", asked, asked, "asked for")
+        notes.settle(demand.name("generator.cuda_graphs"), asked, asked, "asked for")
         return asked == "on"
     why = "without graphs the host is slower than the kernels" if cluster.gpus else "there is no GPU"
-    notes.settle("generator.cuda_graphs", asked, "on" if cluster.gpus else "off", why)
+    notes.settle(demand.name("generator.cuda_graphs"), asked, "on" if cluster.gpus else "off", why)
     return bool(cluster.gpus)
 
 
@@ -123,7 +123,7 @@ def _samples_adapters(demand: Demand) -> bool:
 def _check_compile(demand: Demand, dtype: str, cluster: Cluster, notes: Notes) -> None:
     if not demand.trainer.compile:
         return
-    layouts = [layout for role in ENGINE_ROLES if (layout := ROLES[role].layout(demand))]
+    layouts = [layout for role in ENGINE_ROLES if (layout := demand.layout(role))]
     if not cluster.gpus:
         notes.problem("trainer.compile=True needs a GPU; set it to False")
     elif dtype != "bfloat16" or max(layout.context_parallel for layout in layouts) > 1:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Literal
 
 from rl.plan.dealing import Member
-from rl.plan.demand import Demand, RoleName
+from rl.plan.demand import Demand
 from rl.plan.memory import Memory
-from rl.plan.roles import ROLES
+from rl.plan.roles import ROLES, RoleName
 from rl.plan.types import PHASES, Notes, Phase, Stay
 
 Presence = Literal["whole", "suspended"]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from rl.plan.cluster import Cluster
 from rl.plan.dealing import Member, Place, on_cpus, on_gpus
-from rl.plan.demand import Demand, RoleName
+from rl.plan.demand import Demand
 from rl.plan.hosts import allowed_hosts, check_hosts, spread
 from rl.plan.memory import GIB_OF_PROCESS
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 

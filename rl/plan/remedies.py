@@ -79,15 +79,18 @@ def _less_computed(demand: Demand, trainer: Callable[..., Demand]) -> Iterator[t
 
 def _is_split(demand: Demand) -> bool:
     """Whether the reference has a place that it would not have as an adapter in the trainer."""
-    own = demand.reference is not None and not demand.teacher
-    return own and (demand.reference != Layout() or "reference" in demand.hosts)
+    layout = demand.engines.get("reference")
+    own = layout is not None and not demand.teacher
+    return own and (layout != Layout() or "reference" in demand.hosts)
 
 
 def _with_adapter(demand: Demand) -> Demand:
     """What the policy was is then a second adapter."""
-    if demand.reference is None or demand.teacher:
+    if "reference" not in demand.engines or demand.teacher:
         return demand
-    return replace(demand, reference=None, reference_is_adapter=True)
+    others = {**demand.engines}
+    del others["reference"]
+    return replace(demand, engines=others, reference_is_adapter=True)
 
 
 def _smaller(gib: float) -> Iterator[float]:

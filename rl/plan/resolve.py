@@ -18,7 +18,7 @@ from rl.plan.budgets import (
     with_cache,
 )
 from rl.plan.cluster import Cluster
-from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts
 from rl.plan.fit import check_fit
 from rl.plan.links import check_loads, links, settle_delta
 from rl.plan.memory import Memory
@@ -26,7 +26,7 @@ from rl.plan.numerics import settle_numerics
 from rl.plan.phases import by_phase, presences, stays
 from rl.plan.places import deal_out, threads
 from rl.plan.remedies import changes, last_remedy
-from rl.plan.roles import ROLES
+from rl.plan.roles import ROLES, RoleName
 from rl.plan.shapes import check_shapes
 from rl.plan.shared import check_shared_memory, published_bytes
 from rl.plan.specs import Spec, longest_sequence, specs

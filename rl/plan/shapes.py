@@ -8,7 +8,7 @@ from rl.plan.cluster import Cluster
 from rl.plan.demand import Demand, Facts
 from rl.plan.model_shape import OF_ATTENTION
 from rl.plan.numerics import Numerics
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.roles import ENGINE_ROLES
 from rl.plan.specs import longest_sequence
 from rl.plan.types import Notes
 
@@ -45,7 +45,7 @@ def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
             f"{demand.name('trainer.micro_batch_tokens')}={tokens} holds no sequence of {longest} tokens; "
             f"raise it, or lower {demand.name('max_seq_len')}",
         )
-    if demand.reference is not None and (positions := facts.models["reference"].positions) < longest:
+    if "reference" in demand.engines and (positions := facts.models["reference"].positions) < longest:
         notes.problem(
             f"the reference's model has {positions} positions, and sequences may have {longest} tokens; set "
             f"--max_seq_len {positions}, or give another --reference.model.path",
@@ -54,14 +54,14 @@ def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
 
 def _check_vocabulary(demand: Demand, facts: Facts, notes: Notes) -> None:
     for role in ENGINE_ROLES:
-        layout, shape = ROLES[role].layout(demand), facts.models[role].shape if role in facts.models else None
+        layout, shape = demand.layout(role), facts.models[role].shape if role in facts.models else None
         if layout is not None and shape is not None and (why := why_no_vocabulary(shape.vocab_size, layout)):
             notes.problem(f"{demand.name(f'{role}.layout')}.{why}")
 
 
 def _check_heads(demand: Demand, facts: Facts, notes: Notes) -> None:
     for role in ENGINE_ROLES:
-        layout = ROLES[role].layout(demand)
+        layout = demand.layout(role)
         if layout is None:
             continue
         for key, heads in facts.models[role].heads.items():

@@ -5,8 +5,9 @@ from typing import Any
 
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
-from rl.plan.demand import Demand, Facts, RoleName
+from rl.plan.demand import Demand, Facts
 from rl.plan.numerics import Numerics
+from rl.plan.roles import ROLES, RoleName
 from rl.plan.types import Adapter, EngineSpec, GeneratorSpec, WorkerSpec
 from rl.types import POLICY, REFERENCE
 
@@ -24,15 +25,12 @@ def specs(demand: Demand, facts: Facts, numerics: Numerics) -> dict[RoleName, Sp
     role_specs: dict[RoleName, Spec] = {"trainer": _trainer(demand, trainer)}
     if demand.generator is not None:
         role_specs["generator"] = _generator(demand, facts, numerics)
-    if demand.critic is not None:
-        # All of it learns, also where the policy is an adapter.
-        critic = replace(trainer, layout=demand.critic, adapters=False, head="value")
-        role_specs["critic"] = EngineSpec(demand.trainer.engine, "model", _drawn(demand, "critic", critic))
-    if demand.reference is not None:
-        # With `adapters`, of which it gets none, nothing learns: weights are there once, in compute dtype.
-        reference = replace(trainer, layout=demand.reference, adapters=True)
-        config = _drawn(demand, "reference", reference)
-        role_specs["reference"] = EngineSpec(demand.trainer.engine, "reference", config)
+    for role, layout in demand.engines.items():
+        row = ROLES[role]
+        # One that learns learns all of its weights, also where the policy is an adapter. With `adapters`, of
+        # which it gets none, nothing learns: weights are there once, in compute dtype.
+        config = replace(trainer, layout=layout, adapters=not row.learns, head=row.head)
+        role_specs[role] = EngineSpec(demand.trainer.engine, row.model, _drawn(demand, role, config))
     if demand.judge is not None:
         role_specs["judge"] = _judge(demand, facts, numerics)
     if demand.reward is not None:
@@ -104,4 +102,4 @@ def _judge(demand: Demand, facts: Facts, numerics: Numerics) -> GeneratorSpec:
         tensor_parallel=judge.tensor_parallel,
         stop_texts=True,  # its verdicts are held to a JSON schema
     )
-    return GeneratorSpec("judge", config)
+    return GeneratorSpec(ROLES["judge"].model, config)

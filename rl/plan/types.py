@@ -7,8 +7,8 @@ from typing import Literal, get_args
 from rl.models.engine_config import EngineConfig
 from rl.models.generator.vllm_config import VLLMConfig
 from rl.plan.cluster import Cluster
-from rl.plan.demand import RoleName
 from rl.plan.memory import Memory
+from rl.plan.roles import RoleName
 from rl.types import LoRA, TransportName, UpdateMode
 from rl.waiting import Deadlines
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rl import out_of_memory
 from rl.actors import births as module
+from rl.actors import out_of_memory
 from rl.actors.births import Births
 from rl.actors.remote import ProcessDied
 from rl.processes import process_info

@@ -2,7 +2,10 @@
 
 import asyncio
 import dataclasses
+import json
+import sys
 from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
@@ -16,12 +19,14 @@ from rl.cluster import launch as launching
 from rl.cluster import spawner
 from rl.cluster.launch import launch
 from rl.cluster.launchers import models_on, sharers
-from rl.config import GeneratorConfig, RewardConfig, TrainerConfig
-from rl.config.settle import settle
+from rl.config import GeneratorConfig, RewardConfig, RunConfig, TrainerConfig
+from rl.config.settle import model_dirs, settle
 from rl.envs.sort_letters import SortLetters
 from rl.errors import RunError
+from rl.loss.kl import KL
 from rl.models.layout import Layout
 from rl.models.sources import TinyQwen3
+from rl.plan import roles
 from rl.plan.cluster import Cluster, Host
 from rl.plan.types import Plan
 from tests.cluster.fake_launcher import FakeLauncher
@@ -95,6 +100,61 @@ def test_each_replica_is_started_as_the_plan_says(name, models, tmp_path):
             assert arguments[1] == replica.spec.limit_seconds
         assert spawned.stopped
     assert launcher.closed
+
+
+@dataclass(frozen=True)
+class ScorerConfig:
+    model: TinyQwen3 | None = None
+    layout: Layout = Layout(shard=2)
+    hosts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scored(RunConfig):
+    scorer: ScorerConfig = ScorerConfig()
+
+    @property
+    def engines(self):
+        return {**super().engines, "scorer": self.scorer.layout}
+
+
+def test_a_role_of_an_engine_is_a_row_and_a_section(tmp_path, monkeypatch):
+    """All else follows from the two: memory, devices, processes, its model, and who drives it."""
+    row = roles._engine("scorer", works=("score",), beside=("scorer",), learns=False, model="scorer")
+    monkeypatch.setitem(roles.ROLES, "scorer", row)
+    before = roles.ENGINE_ROLES
+    for module in [module for name, module in sys.modules.items() if name.startswith("rl.")]:
+        if getattr(module, "ENGINE_ROLES", None) is before:
+            monkeypatch.setattr(module, "ENGINE_ROLES", (*before, "scorer"))
+    recipe = replace(quickstart(), kl=KL(coef=0.1))
+    larger = replace(recipe.model, hidden_size=128)
+    config = Scored(
+        **{field.name: getattr(recipe, field.name) for field in fields(recipe)}, scorer=ScorerConfig(larger)
+    )
+    plan = settle(config, "train", Cluster((Host(8, 64.0),)))
+    (scorer,) = plan.of("scorer")
+    assert scorer.spec.config.layout == Layout(shard=2) and scorer.spec.config.adapters
+    takes, of_trainer = (
+        plan.of(role)[0].processes[0].memory["score"].total for role in ("scorer", "trainer")
+    )
+    assert takes > 0 and takes != of_trainer
+
+    models = model_dirs(config, plan, tmp_path)
+    width = {
+        name: json.loads((path / "config.json").read_text())["hidden_size"] for name, path in models.items()
+    }
+    assert width == {"model": 64, "reference": 64, "scorer": 128}
+    launcher = FakeLauncher(plan)
+
+    async def run():
+        async with launch(plan, models, tmp_path / "run", SortLetters(), launcher=launcher) as actors:
+            assert {*actors.engines} == {"reference", "scorer"}
+            assert actors.engines["scorer"].mesh is not None
+
+    asyncio.run(run())
+    (spawned,) = [each for each in launcher.spawned if each.name == scorer.name]
+    ((actor, arguments),) = spawned.actors
+    assert actor is EngineActor and arguments[1] == str(models["scorer"]) and len(spawned.environments) == 2
 
 
 @pytest.mark.parametrize("run", ["", "a run on hosts"])

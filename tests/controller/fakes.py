@@ -239,11 +239,11 @@ def fake_actors(config: RunConfig, run_dir: Path, fail_on=None) -> tuple[Actors,
         reference = ReferenceAdapter(trainer)
     elif config.algorithm.needs_reference:
         reference = ReferenceMesh(FakeEngine("reference", calls, engine), trainer, run_dir)
-    critic = FakeEngine("critic", calls, engine) if config.algorithm.needs_critic else None
+    engines = {"critic": FakeEngine("critic", calls, engine)} if config.algorithm.needs_critic else {}
     policy = (POLICY, config.trainer.lora) if config.trainer.lora.rank else None
     store = WeightStore(nothing)
     generators = FakeGenerators(calls, store, POLICY if policy else MODEL)
-    others = (store, config.deadlines, reference, critic, policy)
+    others = (store, config.deadlines, engines, reference, policy)
     return Actors(trainer, generators, FakeRewards(), *others), calls
 
 

@@ -259,10 +259,10 @@ class World:
         store = WeightStore(self._release)
         trainer = self.engine("trainer", TrainerHandle)
         engines: list[EngineHandle] = [trainer]
-        critic = reference = None
+        others, reference = {}, None
         if config.algorithm.needs_critic:
-            critic = self.engine("critic", EngineHandle)
-            engines.append(critic)
+            others["critic"] = self.engine("critic", EngineHandle)
+            engines.append(others["critic"])
         if config.reference_is_adapter:
             reference = ReferenceAdapter(trainer)
         elif config.algorithm.needs_reference:
@@ -303,8 +303,8 @@ class World:
         generators = GeneratorPool("generator", make, self.num_generators, name, store)
         pool = RewardPool("reward worker", rewards, changed, 2)
         revival = Revival(start, engines, self.restarts)
-        others = (store, deadlines, reference, critic, policy, revival, turns)
-        return Actors(trainer, generators, pool, *others), revival
+        rest = (store, deadlines, others, reference, policy, revival, turns)
+        return Actors(trainer, generators, pool, *rest), revival
 
     async def run(self) -> None:
         """As `launch` and `run_recipe` do it."""

@@ -202,6 +202,33 @@ def test_a_plan_is_whole(name):
     assert all(any(line.setting in shown for shown in lines) for line in plan.settled)
 
 
+NONE_OR_EMPTY = {
+    "device_memory_gib", "seed",  # None: no limit; the weights of the directory
+    "model_dir", "shared_directory",  # of this start's processes
+    "gpus", "address", "machine", "gb_per_s", "shared_gib", "bfloat16",  # of a host: it has none, or does not say
+    "adapters", "lora_targets", "spare_hosts",
+}  # fmt: skip
+"""Fields of a Plan of which None or nothing is a value."""
+
+
+def _none_or_empty(part, name=""):
+    if dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from _none_or_empty(getattr(part, field.name), field.name)
+    elif isinstance(part, dict):
+        for value in part.values():
+            yield from _none_or_empty(value, name)
+    elif part is None or (not isinstance(part, int | float) and not part):
+        yield name
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from _none_or_empty(item, name)
+
+
+def test_a_plan_holds_nothing_that_is_still_to_come():
+    assert {name for make in RUNS.values() for name in _none_or_empty(make())} == NONE_OR_EMPTY
+
+
 def test_the_table_has_the_parts_of_each_role_at_its_peak():
     plan = by_turns()
     *table, end = show("by turns", plan)[2:6]

@@ -26,8 +26,11 @@ def demand(
         command="train",
         trainer=TrainerConfig(layout=Layout(shard=trainer), num_threads=settings.pop("trainer_threads", 0)),
         generator=GeneratorConfig(num_replicas=generators, tensor_parallel=ranks) if generators else None,
-        critic=Layout(shard=critic) if critic else None,
-        reference=Layout(shard=reference) if reference else None,
+        engines={
+            role: Layout(shard=procs)
+            for role, procs in (("critic", critic), ("reference", reference))
+            if procs
+        },
         judge=JudgeDemand(judges, 1, 512, 1.0) if judges else None,
         reward=RewardConfig(num_procs=rewards) if rewards else None,
         **settings,

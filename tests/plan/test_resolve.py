@@ -867,7 +867,7 @@ def test_an_adapter_as_a_remedy_takes_the_reference_into_the_trainer(model):
             for words, made in changes_of(demand_of(config, "train"), cluster("1xL4-24"))
             if "lora" in words
         ]
-        return [(each.reference, each.reference_is_adapter) for each in made]
+        return [(each.engines.get("reference"), each.reference_is_adapter) for each in made]
 
     assert remedies() == [(None, True)] * 2
     assert remedies(reference=ReferenceConfig(model=model("qwen3-1.7b"))) == [(Layout(), False)] * 2

@@ -1,15 +1,14 @@
-"""Every role has what the passes, and advice where memory runs out, look up by its name."""
+"""Every role has what the passes look up by its name."""
 
 from typing import get_args
 
-from rl.out_of_memory import LOWER_BY
-from rl.plan.demand import Demand, RoleName
-from rl.plan.roles import ENGINE_ROLES, ROLES
+from rl.plan.demand import Demand
+from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.sections import TrainerConfig
 
 
 def test_each_role_has_its_row():
-    assert list(ROLES) == list(get_args(RoleName)) == sorted(LOWER_BY, key=list(ROLES).index)
+    assert list(ROLES) == list(get_args(RoleName))
     assert ENGINE_ROLES == ("trainer", "critic", "reference")
 
 

@@ -10,18 +10,9 @@ from pathlib import Path
 import psutil
 
 from rl.cgroups import memory_limit, num_killed
+from rl.plan.roles import ROLES
 
 _LOOK_SECONDS = 5.0
-_TOKENS = "max_seq_len and trainer.micro_batch_tokens (rl serve: context_length)"
-LOWER_BY = {
-    "trainer": f"{_TOKENS}, or set --trainer.activation_checkpointing full",
-    "critic": _TOKENS,
-    "reference": _TOKENS,
-    "generator": "generator.kv_cache_gib or generator.num_replicas (rl serve: kv_cache_gib, num_generators)",
-    "judge": "judge.kv_cache_gib or judge.num_replicas",
-    "reward": "reward.num_procs",
-}
-"""Role -> the settings by which it needs less."""
 
 
 class MemoryWatch:
@@ -54,8 +45,9 @@ class MemoryWatch:
         largest = sorted(sizes, key=lambda name: -sizes[name])
         took = ", ".join(f"{name} {sizes[name] / 2**30:.1f}" for name in largest)
         room = min(memory_limit(), psutil.virtual_memory().total) / 2**30
-        roles = dict.fromkeys(role for name in largest if (role := name.split("-")[0]) in LOWER_BY)
-        lower = " and ".join(LOWER_BY[role] for role in list(roles)[:2]) or "what the run needs"
+        names = dict.fromkeys(name.split("-")[0] for name in largest)
+        lower_by = [role.lower_by for name in names for of, role in ROLES.items() if of == name]
+        lower = " and ".join(lower_by[:2]) or "what the run needs"
         num_killed_since = self._num_killed - before
         killed = "a process" if num_killed_since == 1 else f"{num_killed_since} processes"
         return (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rl import out_of_memory
+from rl.actors import out_of_memory
+from rl.actors.out_of_memory import MemoryWatch, residents
 from rl.actors.remote import Caller, Deadline, ProcessDied
-from rl.out_of_memory import MemoryWatch, residents
 from rl.processes import ProcessInfo
 from tests.cgroups import memory_cgroup
 
@@ -93,7 +93,7 @@ def test_sizes_are_by_log(tmp_path):
 
 HOG = """
 import os, subprocess, sys
-from rl.out_of_memory import MemoryWatch
+from rl.actors.out_of_memory import MemoryWatch
 watch = MemoryWatch("trainer")
 hog = subprocess.Popen([sys.executable, "-c", "x = bytearray(2**28)"])
 print(hog.wait(), watch.why_died(), sep="\\n")
