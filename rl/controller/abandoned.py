@@ -10,7 +10,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from rl.config.resume import DRAWN
 from rl.models.checkpoint_dir import ABANDONED, RECORD, REFERENCES, finish_rename, remove
 from rl.paths import sync
 
@@ -30,7 +29,8 @@ _OF_ALL_STEPS = ("config.json", "metrics.jsonl", "rollouts.jsonl")
 _WEIGHTS = r"model\.safetensors(\.[0-9a-f]{32})?\.partial"
 _HALF_WRITTEN = {
     **{part: rf"{name}\.partial" for part, name in _PARTS.items() if not part.endswith("checkpoints")},
-    **dict.fromkeys(DRAWN.values(), _WEIGHTS),
+    "model": _WEIGHTS,
+    "*/model": _WEIGHTS,  # of roles with a model of their own
     REFERENCES: r"step-.+-from-[0-9a-f]{8}\.partial",
 }
 """What a run's directory has of files and copies that are not complete: where, and under which names."""
@@ -87,7 +87,7 @@ def remove_unfinished(run_dir: Path) -> None:
         if number > max(policies, default=-1) and _is_own(path, str(number)):
             remove(path)
     for part, name in _HALF_WRITTEN.items():
-        for path in (run_dir / part).glob("*.partial"):
+        for path in run_dir.glob(f"{part}/*.partial"):
             if re.fullmatch(name, path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
