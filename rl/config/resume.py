@@ -181,13 +181,7 @@ def with_drawn_weights(config: RunConfig, run_dir: Path) -> RunConfig:
     Unchanged where a model is a directory already, and where the run is of a version that kept none.
     """
     home = _home(run_dir)
-    sections = {role: getattr(config, role) for role in DRAWN if role != "trainer"}
-    changes = {
-        role: replace(section, model=_as_directory(section.model, home / DRAWN[role]))
-        for role, section in sections.items()
-        if section.model is not None
-    }
-    return replace(config, model=_as_directory(config.model, home / DRAWN["trainer"]), **changes)
+    return config.with_models(lambda role, model: _as_directory(model, home / DRAWN[role]))
 
 
 def take_over_weights(config: RunConfig, run_dir: Path) -> None:

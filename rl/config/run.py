@@ -1,6 +1,7 @@
 """RunConfig: all settings of a run, frozen. What is wrong with them: validate.py."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -209,13 +210,18 @@ class RunConfig:
 
     def without_weights(self) -> "RunConfig":
         """With models of which, on the Hub, the weights are not fetched: for commands that start nothing."""
+        return self.with_models(lambda role, model: model.without_weights())
+
+    def with_models(self, change: Callable[[RoleName, ModelSource], ModelSource]) -> "RunConfig":
+        """With another in the place of each model that is named: the policy's, which is the trainer's, and
+        those in sections of roles."""
         sections = [(role, getattr(self, role)) for role in ROLES]
         changes = {
-            role: dataclasses.replace(section, model=section.model.without_weights())
+            role: dataclasses.replace(section, model=change(role, section.model))
             for role, section in sections
             if getattr(section, "model", None) is not None
         }
-        return dataclasses.replace(self, model=self.model.without_weights(), **changes)
+        return dataclasses.replace(self, model=change("trainer", self.model), **changes)
 
     @property
     def reference_is_adapter(self) -> bool:

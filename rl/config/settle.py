@@ -174,6 +174,6 @@ def model_dirs(config: RunConfig, plan: Plan, run_dir: Path) -> dict[str, Path]:
     for name in plan.roles:
         model, own = ROLES[name].model, config.model_of(name)
         if model not in dirs:
-            directory = own_directory(name)
-            dirs[model] = dirs["model"] if own is config.model else own.materialize(run_dir / directory)
+            is_policys = own is config.model
+            dirs[model] = dirs["model"] if is_policys else own.materialize(run_dir / own_directory(name))
     return dirs

@@ -181,13 +181,13 @@ def files(run_dir: Path) -> dict[str, object]:
 
 def why_another(run_dir: Path, whole: Path, config: RunConfig) -> str:
     """What differs, other than what an asynchronous run may do otherwise."""
-    found, expected = files(run_dir), files(whole)
-    if found.keys() != expected.keys():
-        return f"names {sorted(found.keys() ^ expected.keys())}"
+    left, expected = files(run_dir), files(whole)
+    if left.keys() != expected.keys():
+        return f"names {sorted(left.keys() ^ expected.keys())}"
     if config.max_offpolicy_steps:
         return ""
-    if found != expected:
-        return f"the content of {[name for name in found if found[name] != expected[name]]}"
+    if left != expected:
+        return f"the content of {[name for name in left if left[name] != expected[name]]}"
     return "" if numbers(run_dir) == numbers(whole) else "the numbers"
 
 
@@ -210,15 +210,15 @@ def main(setting: str, directory: Path, first: int, every: int) -> int:
         code = 0
         for within in (False, True):
             run_dir = directory / f"{at}{' within' * within}"
-            its = replace(config, run_dir=str(run_dir))
-            code = live(its, death, at, within)
+            settings = replace(config, run_dir=str(run_dir))
+            code = live(settings, death, at, within)
             if code == 0:
                 break
             assert code == -signal.SIGKILL, f"{run_dir}: {code}"
             kills += 1
             if within:  # the next life, too, at one of the writes with which it clears up and begins
-                live(its, death, 1 + at % _SECOND)
-            again = live(its, death)
+                live(settings, death, 1 + at % _SECOND)
+            again = live(settings, death)
             if differ := why_another(run_dir, whole, config) if again == 0 else f"it ended with {again}":
                 wrong += 1
                 print(f"killed before write {at}{' within the last' * within}: {differ}", flush=True)

@@ -138,34 +138,32 @@ def test_what_a_run_began_from_stays_until_its_end(parts, train):
     assert recorded() == whole and not Path("run/origin").exists()
 
 
-def test_an_engine_that_dies_goes_on_from_the_origin_though_the_other_run_has_removed_it(train):
-    train(steps=4)
+def gone_on_from_another(train, **parts):
+    """What a run records that goes on from step 4 of another, which lies in `other`, while nothing happens."""
+    train(steps=4, **parts)
     Path("run").rename("other")
-    train("other/checkpoints/step-4", steps=8)
+    train("other/checkpoints/step-4", steps=8, **parts)
     whole = recorded()
     shutil.rmtree("run")
+    return whole
+
+
+def test_an_engine_that_dies_goes_on_from_the_origin_though_the_other_run_has_removed_it(train):
+    whole = gone_on_from_another(train)
     assert train("other/checkpoints/step-4", steps=8, dies=5) == 0
     assert recorded() == whole and not Path("other").exists()
 
 
 def test_the_other_run_may_remove_what_a_run_begins_from_while_its_processes_start(train):
     parts = {"advantages": GAE(), "kl": KL(coef=0.1)}
-    train(steps=4, **parts)
-    Path("run").rename("other")
-    train("other/checkpoints/step-4", steps=8, **parts)
-    whole = recorded()
-    shutil.rmtree("run")
+    whole = gone_on_from_another(train, **parts)
     assert train("other/checkpoints/step-4", steps=8, dies=0, **parts) == 0
     assert recorded() == whole
 
 
 def test_a_run_whose_own_checkpoint_is_damaged_still_has_what_it_began_from(train):
     """Also where only loading shows it."""
-    train(steps=4)
-    Path("run").rename("other")
-    train("other/checkpoints/step-4", steps=8)
-    whole = recorded()
-    shutil.rmtree("run")
+    whole = gone_on_from_another(train)
     train("other/checkpoints/step-4", steps=8, until=7)
     shutil.rmtree("other")
     (Path("run/checkpoints/step-6") / "a flipped byte").touch()
