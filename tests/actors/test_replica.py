@@ -44,11 +44,14 @@ class World:
     def __init__(self, num_replicas=2, max_restarts=3, fails_at_start=(), death=ProcessDied, visitor=None):
         """visitor: the last one's host."""
         self.processes, self.changed, self.fails_at_start = [], Signal(), fails_at_start
+        self.may_start = asyncio.Event()
+        self.may_start.set()
 
         async def spawn():
             process = Process(len(self.processes))
             self.processes.append(process)
             await asyncio.sleep(0)
+            await self.may_start.wait()
             if process.number in self.fails_at_start:
                 raise death(f"process {process.number} died in start")
             return process
@@ -107,9 +110,11 @@ def test_both_die_and_work_waits_for_the_first_that_is_back():
         async with running(World(2)) as world:
             held = [world.ask(wait=True) for _ in range(2)]
             await asyncio.sleep(0.01)
+            world.may_start.clear()  # else the first may be back before the second is missed
             for process in world.processes[:2]:
                 process.dead = True
             await world.serving(0)
+            world.may_start.set()
             await world.serving(2)
             for process in world.processes:
                 process.release.set()
