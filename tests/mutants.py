@@ -54,7 +54,7 @@ class Mutant:
     kind: str
     before: str
     after: str
-    statement: int  # the first line of the innermost one that holds it
+    statement: int  # the first line of the innermost one that holds it; 0: it runs at import
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.kind} | {_short(self.before)} -> {_short(self.after)}"
@@ -77,12 +77,13 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
     made, tree = [], ast.parse(source)
-    statements, whole = reached.statements(tree), ast.dump(tree)
+    statements, bodies, whole = reached.statements(tree), list(_bodies(tree)), ast.dump(tree)
     for node, kind, after in _changes(tree):
         start = lines[node.lineno - 1] + node.col_offset
         end = lines[node.end_lineno - 1] + node.end_col_offset
         place = (node.lineno, node.col_offset)
-        statement = max(first[0] for first, last in statements if first <= place < last)
+        in_function = any(first <= place < last for first, last in bodies)
+        statement = max(first[0] for first, last in statements if first <= place < last) if in_function else 0
         mutant = Mutant(path, node.lineno, start, end, kind, source[start:end].decode(), after, statement)
         try:
             changed = ast.dump(ast.parse(mutant.of(source))) != whole
@@ -91,6 +92,14 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
         if changed:
             made.append(mutant)
     return sorted(set(made))
+
+
+def _bodies(tree: ast.AST) -> Iterator[tuple[reached.Position, reached.Position]]:
+    """Where the code of each function begins and ends."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first, last = node.body[0], node.body[-1]
+            yield (first.lineno, first.col_offset), (last.end_lineno or 0, last.end_col_offset or 0)
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:

@@ -23,7 +23,9 @@ _NAME = "_reached_by_tests"
 
 
 def _leave() -> None:
-    Path(os.environ[FOLDER], str(os.getpid())).write_text(json.dumps(sorted(reached)))
+    part = Path(os.environ[FOLDER], f"{os.getpid()}.part")
+    part.write_text(json.dumps(sorted(reached)))
+    part.rename(part.with_suffix(".json"))
 
 
 if FOLDER in os.environ:
@@ -70,7 +72,7 @@ class Notes:
         result = yield
         self._seconds[item.nodeid] = time.monotonic() - began
         self._tests[item.nodeid] = set(reached)
-        for file in self._processes.iterdir():
+        for file in self._processes.glob("*.json"):
             self._tests[item.nodeid] |= set(map(tuple, json.loads(file.read_text())))
             file.unlink()
         return result

@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from rl.config import RunConfig
+from rl.config import RewardConfig, RunConfig
+from rl.envs.chat.env import ChatEnv
 from rl.envs.chat.testing import play
 from rl.types import Problem, StopReason
 from tests.envs.chat.templates import make_tokenizer
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -107,6 +109,15 @@ def test_the_docs_lookup_is_played(tmp_path):
     assert played.score.turn_components == ({"called": 0.3}, {"right": 0.7})
     played = play(config.env, config.model.tokenizer(), [problem.answer], problem)
     assert played.score.turn_components == ({"called": 0},)
+
+
+def test_the_docs_limits_are_the_defaults():
+    text = (ROOT / "docs/environments.md").read_text()
+    (limits,) = re.findall(r"^Limits, all settings.*\n.*$", text, re.MULTILINE)
+    named = {name: float(value) for name, value in re.findall(r"`([a-z_.]+)` \(([\d.]+)", limits)}
+    chat = {name: value for name, value in named.items() if "." not in name}
+    assert chat == {name: getattr(ChatEnv, name) for name in chat} and len(chat) == 6
+    assert named["reward.limit_seconds"] == RewardConfig().limit_seconds
 
 
 def test_the_docs_judge_is_a_recipe():

@@ -111,6 +111,7 @@ def demand_of(config: RunConfig, command: Command) -> Demand:
         sharing=config.placement,
         hosts={role: hosts for role in ROLES if (hosts := getattr(config, role).hosts)},
         overlap=command == "train" and (config.max_offpolicy_steps > 0 or config.stream_groups > 0),
+        switches=command in ("train", "eval"),
         learns=command != "eval",
         saves=command == "train",
         saves_beside=config.data != "rollouts",

@@ -52,6 +52,8 @@ class Demand:
     """Role -> numbers of the hosts that its processes are spread over, where some are asked for."""
     overlap: bool = False
     """Generators work at the same time as engines."""
+    switches: bool = False
+    """The command's loop can have roles leave their devices to each other."""
     learns: bool = True
     """Engines compute. Else the trainer loads weights and publishes them."""
     saves: bool = False
@@ -95,7 +97,7 @@ class Demand:
     @property
     def may_take_turns(self) -> bool:
         """Whether roles may leave their devices to each other: in some phases some do not work."""
-        return self.command in ("train", "eval") and not self.overlap
+        return self.switches and not self.overlap
 
     @property
     def learned_adapters(self) -> LoRA:

@@ -40,7 +40,7 @@ def check_shapes(demand: Demand, facts: Facts, numerics: Numerics, cluster: Clus
 
 def _check_length(demand: Demand, facts: Facts, notes: Notes) -> None:
     tokens, longest = demand.trainer.micro_batch_tokens, longest_sequence(demand, facts)
-    if tokens < longest and demand.command != "eval":  # in which nothing is packed
+    if tokens < longest and demand.learns:  # else nothing is packed
         notes.problem(
             f"{demand.name('trainer.micro_batch_tokens')}={tokens} holds no sequence of {longest} tokens; "
             f"raise it, or lower {demand.name('max_seq_len')}",

@@ -105,19 +105,19 @@ def test_a_cache_that_is_asked_for_is_halved_down_to_a_tenth_of_a_gib():
 
 
 @pytest.mark.parametrize(
-    "sharing, overlap, command, device, is_told",
+    "sharing, overlap, switches, device, is_told",
     [
-        ("side_by_side", False, "train", "gpu", True),
-        ("side_by_side", True, "train", "gpu", False),
-        ("side_by_side", False, "replay", "gpu", False),
-        ("auto", False, "train", "gpu", False),  # which takes turns by itself where it is full
-        ("by_turns", False, "train", "gpu", False),
-        ("alone", False, "train", "gpu", False),
-        ("auto", False, "train", "cpu", True),
+        ("side_by_side", False, True, "gpu", True),
+        ("side_by_side", True, True, "gpu", False),
+        ("side_by_side", False, False, "gpu", False),  # as in a replay
+        ("auto", False, True, "gpu", False),  # which takes turns by itself where it is full
+        ("by_turns", False, True, "gpu", False),
+        ("alone", False, True, "gpu", False),
+        ("auto", False, True, "cpu", True),
     ],
 )
-def test_turns_are_a_remedy_where_everyone_stays(sharing, overlap, command, device, is_told):
-    demand = replace(DEMAND, sharing=sharing, overlap=overlap, command=command)
+def test_turns_are_a_remedy_where_everyone_stays(sharing, overlap, switches, device, is_told):
+    demand = replace(DEMAND, sharing=sharing, overlap=overlap, switches=switches)
     machine = cluster("1xH100-80")
     told_first = next(w for w, _ in changes(demand, replace_gpus(machine) if device == "cpu" else machine))
     assert (told_first == "set --placement by_turns") is is_told
@@ -161,7 +161,8 @@ def test_each_remedy_changes_what_it_says_and_nothing_else():
             "trainer.lora.rank": f"{trainer.lora.rank}",
         }
 
-    demand = replace(DEMAND, generator=GeneratorConfig(kv_cache_gib=1.0), sharing="side_by_side")
+    generator = GeneratorConfig(kv_cache_gib=1.0)
+    demand = replace(DEMAND, generator=generator, sharing="side_by_side", switches=True)
     seen = set()
     for words, changed in changes(demand, cluster("4xH100-80")):
         flags = dict(re.findall(r"--(\S+) ([\w.]+)", words))

@@ -542,15 +542,24 @@ def test_eval_and_replay_start_their_plan(model, tmp_path, monkeypatch, capsys, 
     assert made.of("trainer")[0].spec.config.device_memory_gib is not None
 
 
-def test_the_same_demand_settles_the_same_whatever_the_command(model):
-    """Whatever is settled comes from the demand: a command's name alone changes nothing."""
+@pytest.mark.parametrize("command", ["eval", "replay", "serve"])
+@pytest.mark.parametrize("hosts", ["cpu", "1xH100-80", "2xH100-80", "8xH100-80", "2 x 8xH100-80"])
+def test_the_same_demand_settles_the_same_whatever_the_command(model, hosts, command):
+    """Whatever is settled comes from the demand: a command's name alone changes nothing. `rl plan` prints the Plan
+    of `rl train`."""
+    config = qwen(model, judge=JudgeConfig(model=model("qwen3-1.7b")), kl=KL(coef=0.1), advantages=GAE())
+    here = Cluster((Host(16, 256.0),)) if hosts == "cpu" else cluster(hosts)
+    demand = demand_of(config, "train")
+    facts = facts_of(config, demand)
+    training = resolve(demand, facts, here)
+    other = resolve(dataclasses.replace(demand, command=command), facts, here)
+    assert isinstance(training, Plan) and dataclasses.replace(other, command="train") == training
+
+
+def test_an_evaluation_settles_what_training_does_but_for_learning(model):
     config, hosts = qwen(model), cluster("1xH100-80")
-    demand = demand_of(config, "eval")
-    evaluation = settle(config, "eval", hosts)
-    other = resolve(dataclasses.replace(demand, command="train"), facts_of(config, demand), hosts)
-    assert dataclasses.replace(other, command="eval") == evaluation
     of_learning = {"warmup.lr", "max_logprob_diff"}
-    assert {line.setting for line in evaluation.settled} == {
+    assert {line.setting for line in settle(config, "eval", hosts).settled} == {
         line.setting for line in settle(config, "train", hosts).settled
     } - of_learning
 
