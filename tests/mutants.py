@@ -33,7 +33,8 @@ from tests import reached
 
 ROOT = Path(__file__).parent.parent
 PAGE, EQUIVALENT = ROOT / "docs/mutants.md", ROOT / "tests/equivalent_mutants.txt"
-SECONDS = 120.0  # for the tests of a mutant; one that takes longer is killed by them
+SECONDS = 120.0  # for a mutant, beside twice what its tests take; one that takes longer is killed by them
+_WHOLE_SECONDS = 900.0  # for all tests of a module, on the code as it is
 _COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -204,6 +205,7 @@ class Copies:
 
     def __init__(self, base: Path, number: int):
         self._free: SimpleQueue[Path] = SimpleQueue()
+        self._took: dict[tuple[str, ...], float] = {}  # seconds of a module's tests on the code as it is
         files = subprocess.run(
             ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
         ).stdout
@@ -221,7 +223,10 @@ class Copies:
         out = "reached.json"
         noting = {file: reached.noting(file, (ROOT / file).read_text()).encode() for file in files}
         with self._copy(noting) as copy:
-            if _fail(copy, tests, reached.Notes(copy / out)):
+            began = time.monotonic()
+            fail = _fail(copy, tests, _WHOLE_SECONDS, reached.Notes(copy / out))
+            self._took[tuple(tests)] = time.monotonic() - began
+            if fail:
                 output = (copy / "output").read_text()[-3000:]
                 raise RuntimeError(f"{' '.join(tests)} fail on the code as it is:\n{output}")
             return json.loads((copy / out).read_text())
@@ -229,10 +234,11 @@ class Copies:
     def tests_fail(self, mutant: Mutant, tests: Sequence[str], ids: Sequence[str]) -> bool:
         """ids: of the tests that may fail, all of them where it is empty."""
         source = (ROOT / mutant.path).read_bytes()
+        seconds = SECONDS + 2 * self._took.get(tuple(tests), 0.0)
         if ids:
             tests = sorted({test.partition("::")[0] for test in ids})
         with self._copy({mutant.path: mutant.of(source)}) as copy:
-            return _fail(copy, tests, *[reached.Only(ids)] * bool(ids))
+            return _fail(copy, tests, seconds, *[reached.Only(ids)] * bool(ids))
 
     @contextmanager
     def _copy(self, changed: Mapping[str, bytes]) -> Iterator[Path]:
@@ -248,15 +254,15 @@ class Copies:
             self._free.put(copy)
 
 
-def _fail(copy: Path, tests: Sequence[str], *plugins: object) -> bool:
+def _fail(copy: Path, tests: Sequence[str], seconds: float, *plugins: object) -> bool:
     """In a fork, which has torch and pytest already; the package is read there, from the copy."""
     pid = os.fork()
     if pid == 0:
         code = 70
         try:
             os.setsid()
-            seconds = round(SECONDS)  # of its processor: an endless loop ends without its parent, too
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            most = round(seconds)  # of its processor: an endless loop ends without its parent, too
+            resource.setrlimit(resource.RLIMIT_CPU, (most, most))
             for number in (1, 2):
                 os.dup2(os.open(copy / "output", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
             os.chdir(copy)
@@ -271,7 +277,7 @@ def _fail(copy: Path, tests: Sequence[str], *plugins: object) -> bool:
             code = int(pytest.main([*options, *tests], plugins))
         finally:
             os._exit(code)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
