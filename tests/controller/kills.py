@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from torch.distributed.checkpoint.metadata import Metadata
 
 from rl.config import CriticConfig, ReferenceConfig, RunConfig
+from rl.config.validate import validate
 from rl.controller import run as run_module
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
@@ -201,6 +202,9 @@ def main(setting: str, directory: Path, first: int, every: int) -> int:
     )
     with_fakes(config)
     death = Death()
+    # What a life imports is imported once: transformers takes a second.
+    problems = validate(replace(config, run_dir=str(directory / "none"), resume=""))
+    assert not problems, problems
     gc.freeze()
     whole = directory / "whole"
     assert live(replace(config, run_dir=str(whole)), death) == 0
