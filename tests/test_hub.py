@@ -104,20 +104,6 @@ def ask(tmp_path, model, data, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_model_and_data_by_id_with_a_token_and_then_offline(hub, tmp_path):
-    endpoint, asked = hub
-    data = "hf://datasets/me/sums/train.jsonl"
-    expected = {"model": [], "env": [], "hidden_size": 64, "questions": ["0+1", "1+1"]}
-    assert ask(tmp_path, "me/tiny", data, HF_ENDPOINT=endpoint) == expected
-    paths = [path for path, _ in asked]
-    assert any(path.endswith("model.safetensors") for path in paths)
-    assert not any(path.endswith(".pt") for path in paths)
-    assert {token for path, token in asked if "/me/" in path} == {"Bearer hf_me"}
-    asked.clear()
-    assert ask(tmp_path, "me/tiny", data, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1") == expected
-    assert not asked
-
-
 LOOK = """
 import sys
 from rl.config.settle import _facts
@@ -129,8 +115,10 @@ assert len(facts.layers) == 7 if sys.argv[2] == "here" else not facts.layers, fa
 """
 
 
-def test_commands_that_start_nothing_fetch_no_weights_and_see_those_that_are_here(hub, tmp_path):
+def test_a_model_and_data_by_id_with_a_token_and_then_offline(hub, tmp_path):
+    """Before it, a command that starts nothing fetches no weights; after it, one sees those that are here."""
     endpoint, asked = hub
+    data = "hf://datasets/me/sums/train.jsonl"
 
     def look(*words):
         environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": endpoint}
@@ -144,8 +132,16 @@ def test_commands_that_start_nothing_fetch_no_weights_and_see_those_that_are_her
     paths = [path for path, _ in asked]
     assert any(path.endswith("config.json") for path in paths)
     assert not any(path.endswith(".safetensors") for path in paths)
-    data = "hf://datasets/me/sums/train.jsonl"
-    assert ask(tmp_path, "me/tiny", data, HF_ENDPOINT=endpoint)["model"] == []
+    asked.clear()
+    expected = {"model": [], "env": [], "hidden_size": 64, "questions": ["0+1", "1+1"]}
+    assert ask(tmp_path, "me/tiny", data, HF_ENDPOINT=endpoint) == expected
+    paths = [path for path, _ in asked]
+    assert any(path.endswith("model.safetensors") for path in paths)
+    assert not any(path.endswith(".pt") for path in paths)
+    assert {token for path, token in asked if "/me/" in path} == {"Bearer hf_me"}
+    asked.clear()
+    assert ask(tmp_path, "me/tiny", data, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1") == expected
+    assert not asked
     look("here")
 
 

@@ -225,7 +225,8 @@ class Requests:
             requests.c.finished > (cursor + 0.5) / _CURSOR_PER_SECOND,
         )
         rows = self._database.rows(_SIZES.where(*where).order_by(requests.c.finished).limit(_MOST_ENDED))
-        return [(round(row.finished * _CURSOR_PER_SECOND), row) for row in rows]
+        ended = ((round(row.finished * _CURSOR_PER_SECOND), row) for row in rows)
+        return [(at, row) for at, row in ended if at > cursor]  # half a microsecond may round away
 
     def unfinished(self) -> list[Row]:
         """In the order in which they came, without their bodies."""

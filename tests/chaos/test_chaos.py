@@ -11,10 +11,13 @@ from tests.chaos.chaos import CONTROLLER, SECONDS, SETTINGS, TURNS, Victim, diff
 
 @pytest.mark.timeout(600)
 def test_a_run_whose_processes_are_killed_one_after_the_other_is_the_same_run(tmp_path, whole):
-    """Both generators at once, a trainer rank, the controller; two trainer ranks, two generators, synchronous."""
-    setting = SETTINGS[1]
+    """All generators, a trainer rank, the controller; two trainer ranks, one generator, synchronous.
+
+    One generator samples what two do.
+    """
+    setting = replace(SETTINGS[1], flags=("--trainer.layout.shard", "2"))
     victim = Victim(setting, tmp_path)
-    for step, names in ((2, ("generator-0", "generator-1")), (5, ("trainer-1",)), (8, (CONTROLLER,))):
+    for step, names in ((2, ("generator-0",)), (5, ("trainer-1",)), (8, (CONTROLLER,))):
         victim.wait_for_step(step)
         assert victim.kill(names, signal.SIGKILL), victim.output()[-3000:]
     victim.process.wait(SECONDS)

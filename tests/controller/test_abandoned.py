@@ -18,6 +18,7 @@ from configs.quickstart import quickstart
 from rl.actors.actors import Revival
 from rl.actors.remote import EngineDied
 from rl.config import ReferenceConfig, WarmupConfig
+from rl.config.rehearsal import Rehearsal
 from rl.controller import abandoned
 from rl.controller import run as running
 from rl.controller.abandoned import abandon_after, remove_unfinished
@@ -27,6 +28,7 @@ from rl.errors import ConfigError, DamagedCheckpoint, RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
 from rl.models.checkpoint_dir import RECORD, latest, newest_first, prune, rename
+from rl.observability.recorder import Recorder
 from tests.controller.fakes import FakeEngine, fake_actors
 
 DAMAGES = {
@@ -85,6 +87,9 @@ def train(tmp_path, monkeypatch):
         monkeypatch.setattr(FakeEngine, "optim_step", optim_step)
         monkeypatch.setattr(FakeEngine, "load_checkpoint", load_checkpoint)
         monkeypatch.setattr(running, "launch", launch)
+        # Of each run a second, and no test's subject: a process for the rewards, and a picture.
+        monkeypatch.setattr(running, "rehearse", lambda *_: Rehearsal())
+        monkeypatch.setattr(Recorder, "draw_curve", lambda recorder, title: recorder.run_dir / "curve.png")
         try:
             return running.run("quickstart", config)
         except Interrupted:

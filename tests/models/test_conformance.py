@@ -9,11 +9,9 @@ pytestmark = pytest.mark.timeout(900)  # of the first: one set of engines comput
 # Each kind of parallelism, and each setting, once; the others are slow.
 IN_MAKE_TEST = {
     "titan, Qwen3, FSDP2 x 2",
-    "titan, Qwen3, TP2",
-    "titan, Qwen3, CP2",
     "titan, Qwen3, FSDP2 x TP2",
     "titan, Qwen3, CP2 x TP2",
-    "titan, Qwen3, dtype=bfloat16, FSDP2 x TP2",
+    "titan, Qwen3, dtype=bfloat16, FSDP2 x 2",
     "titan, Qwen3, float8=True, FSDP2 x 2",
     "titan, Qwen3, adapters=True, FSDP2 x TP2",
     "titan, Qwen3-MoE, FSDP2 x TP2",

@@ -35,7 +35,7 @@ def test_what_holds_for_every_plan(sizes):
     """Each process has a place that is there; no GPU, in no phase, and no host has more than it holds."""
     plans = refusals = 0
     for hosts, there in CLUSTERS.items():
-        for number, config in enumerate(cases(RECIPES["grpo"], hosts, sizes, 60, "holds")):
+        for number, config in enumerate(cases(RECIPES["grpo"], hosts, sizes, 30, "holds")):
             made = result(config, [*NOT_STARTED][number % 3], there)
             if not isinstance(made, Plan):
                 refusals += 1
@@ -43,7 +43,7 @@ def test_what_holds_for_every_plan(sizes):
                 continue
             plans += 1
             _check(made)
-    assert plans > 100 and refusals > 100
+    assert plans > 50 and refusals > 50
 
 
 def _check(plan: Plan) -> None:

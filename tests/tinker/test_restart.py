@@ -213,7 +213,7 @@ class MortalBackend(FakeBackend):
         await super()._call(*what)
 
 
-STEPS = 7
+STEPS = 4  # two snapshots
 
 
 async def train_once(root, database, backend, acknowledged):
@@ -279,7 +279,7 @@ def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what):
             break
     else:
         raise AssertionError("it never lived")
-    assert deaths > 20
+    assert deaths > 10
 
 
 def test_a_servers_directory_may_be_moved(tmp_path, database_kind):

@@ -651,6 +651,25 @@ def test_the_last_failures_are_the_newest_of_those_that_failed_and_of_those_that
     asyncio.run(main())
 
 
+def test_what_ends_between_two_microseconds_is_not_listed_behind_its_own_cursor(tmp_path, monkeypatch):
+    """A float of seconds since 1970 has no quarter of a microsecond: half of one may round away."""
+    monkeypatch.setattr("rl.tinker.requests.now", lambda: 1796039621.8402426)
+
+    async def main():
+        async with living(tmp_path / "a") as service:
+            model = await make_model(service, service.create_session(ME, None, None))
+            ids = [submit(service, model, seq_id) for seq_id in (1, 2, 3)]
+            for id in ids:
+                await answered(service, id)
+            listed, cursor = [], 0
+            for _ in range(4):  # the model's own is the first
+                cursor, row = (await service.queue.ended_after(model, cursor, 0))[0]
+                listed.append(row.id)
+            assert listed[1:] == ids and await service.queue.ended_after(model, cursor, 0) == []
+
+    asyncio.run(main())
+
+
 def test_what_ends_after_a_restart_comes_behind_all_that_ended_before_it(tmp_path, monkeypatch):
     """Also where the clock was set back, and whatever became of the last one."""
 
