@@ -22,6 +22,7 @@ from rl.config import (
     WarmupConfig,
     WeightSyncConfig,
 )
+from rl.envs.mixture import Mixture
 from rl.envs.sort_letters import ALPHABET, SortLetters
 from rl.loss.advantages.gae import GAE
 from rl.loss.base import LossOutput, TokenInputs
@@ -30,6 +31,7 @@ from rl.loss.correction import Correction
 from rl.loss.cross_entropy import CrossEntropy
 from rl.loss.distillation import Distillation
 from rl.loss.dpo import DPO
+from rl.loss.dro import DRO
 from rl.loss.kl import KL
 from rl.loss.shaping import Shaping
 from rl.models.layout import Layout
@@ -103,6 +105,19 @@ def asynchronous() -> RunConfig:
         generator=GeneratorConfig(num_replicas=2, kv_cache_gib=0.0625),
         max_offpolicy_steps=1,
         trace=True,
+    )
+
+
+def drained_mixture() -> RunConfig:
+    """Two tasks, one of them drawn three times as often; DRO; no completion goes on with newer weights."""
+    short, long = PartialCredit(num_eval=16, max_letters=5), PartialCredit(num_eval=16, min_letters=6)
+    return _small(
+        env=Mixture(tasks=(("short", short), ("long", long)), weights=(3.0, 1.0)),
+        loss=DRO(),
+        generator=GeneratorConfig(num_replicas=2, kv_cache_gib=0.0625, updates="drain"),
+        max_offpolicy_steps=1,
+        steps=12,
+        record_rollouts=32,
     )
 
 

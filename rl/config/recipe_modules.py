@@ -156,13 +156,10 @@ class _Directory:
     def _tops(self) -> set[str]:
         """Names of its modules and packages, without their sub-modules."""
         places = {place for place in self._places if not _is_library(place)}
-        return {name for name, module in list(sys.modules.items()) if self._is_top(name, module, places)}
-
-    def _is_top(self, name: str, module: ModuleType, places: set[str]) -> bool:
-        """Whether this is a module of the places, and no package that was imported before the recipe."""
-        if name in self._imported_elsewhere or ("." in name and not name.startswith(_RECIPE)):
-            return False
-        return any(os.path.dirname(path) in places for path in _paths(module))
+        modules = dict(sys.modules)
+        tops = (name for name in modules if "." not in name or name.startswith(_RECIPE))
+        own = [name for name in tops if name not in self._imported_elsewhere]
+        return {n for n in own if any(os.path.dirname(path) in places for path in _paths(modules[n]))}
 
 
 def _is_library(place: str) -> bool:

@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -56,13 +57,20 @@ OTHERS = {
 }
 """Files with awaits that are not asked here, and where they are."""
 
-FILES = tuple(
-    file
-    for path in sorted(ROOT.rglob("*.py"))
-    if awaits(file := str(path.relative_to(ROOT)))
-    and not file.startswith(("tinker/", "envs/", "models/"))  # other processes, and their own tests
-    and file not in OTHERS
-)
+
+@cache
+def files() -> tuple[str, ...]:
+    return tuple(
+        file
+        for path in sorted(ROOT.rglob("*.py"))
+        if not (file := str(path.relative_to(ROOT))).startswith(
+            ("tinker/", "envs/", "models/")
+        )  # other tests'
+        and file not in OTHERS
+        and awaits(file)
+    )
+
+
 ELSEWHERE = {
     '_every("remove_adapter"': "the Tinker server's",
     '_every("save_adapter"': "the Tinker server's",
@@ -350,11 +358,11 @@ def reached(undisturbed):
         assert SCENARIOS[name].may_fail or outcome.error is None, f"{name}: {outcome.error}"
         for place in outcome.turns:
             names.setdefault(place, []).append(name)
-    return {place: names[place] for file in FILES for place in awaits(file) if place in names}
+    return {place: names[place] for file in files() for place in awaits(file) if place in names}
 
 
 def test_every_await_of_the_controller_is_reached(reached):
-    every = [place for file in FILES for place in awaits(file)]
+    every = [place for file in files() for place in awaits(file)]
     # An `async with` is reached where its beginning or its end waits, which most never do.
     must = [place for place in every if not place.code.startswith(("async with", "async for"))]
     missed = [place for place in must if place not in reached]
@@ -363,7 +371,7 @@ def test_every_await_of_the_controller_is_reached(reached):
     unused = [part for part in ELSEWHERE if not any(part in place.code for place in missed)]
     unused += [file for file in OTHERS if not awaits(file)]
     assert not unused
-    print(f"{len(reached)} awaits of {len(FILES)} files are reached; {len(missed)} are not, see ELSEWHERE")
+    print(f"{len(reached)} awaits of {len(files())} files are reached; {len(missed)} are not, see ELSEWHERE")
 
 
 def _cases(reached, undisturbed):

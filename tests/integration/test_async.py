@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import psutil
 import pytest
 
@@ -62,6 +63,26 @@ def a_reward_that_raises_hangs_or_exits_costs_its_own_samples(run_dir, output):
     metrics = read_metrics(run_dir)
     assert sum(m.get("reward/errors", 0) + m.get("eval/errors", 0) for m in metrics) == len(failed)
     assert "rewards failed" in output
+
+
+@pytest.mark.slow
+def test_a_mixture_learns_by_dro_from_completions_of_one_version_each(tmp_path):
+    done = rl("train", "tests/recipes.py:drained_mixture", "--run_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    trained = [r for r in map(json.loads, lines) if r["split"] == "train"]
+    versions = [r["policy_version"] for r in trained]
+    assert len(versions) == 12 * 32 and all(oldest == newest for oldest, newest in versions)
+    assert len({oldest for oldest, _ in versions}) >= 6  # the weights did change meanwhile
+    lengths = [len(r["answer"]) for r in trained]
+    assert 0.5 < sum(length < 6 for length in lengths) / len(lengths) < 0.95  # weights=(3, 1)
+    metrics = [m for m in read_metrics(tmp_path / "run") if "loss" in m]
+    assert max(m["offpolicy/max"] for m in metrics) == 1
+    # The policy that sampled is the one before: DRO's pull is by how far they are apart.
+    apart = [m["apart_squared"] for m in metrics]
+    assert all(np.isfinite(apart)) and max(apart) > 0 and all(m["grad_norm"] > 0 for m in metrics)
+    evaluations = [m for m in metrics if "eval/accuracy/short" in m]
+    assert len(evaluations) >= 5 and all("eval/accuracy/long" in m for m in evaluations)
 
 
 @pytest.mark.slow

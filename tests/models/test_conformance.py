@@ -13,7 +13,7 @@ IN_MAKE_TEST = {
     "titan, Qwen3, CP2 x TP2",
     "titan, Qwen3, dtype=bfloat16, FSDP2 x 2",
     "titan, Qwen3, float8=True, FSDP2 x 2",
-    "titan, Qwen3, adapters=True, FSDP2 x TP2",
+    "titan, Qwen3, adapters=True, TP2",
     "titan, Qwen3-MoE, FSDP2 x TP2",
     "hf, Qwen3, FSDP2 x 2",
     "hf, Gemma 3, FSDP2 x 2",
