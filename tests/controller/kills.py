@@ -1,4 +1,4 @@
-"""A run whose controller is killed at each of its writes: `python -m tests.controller.kills SETTING DIRECTORY FIRST EVERY`.
+"""A run whose controller is killed at each of its writes: `python -m tests.controller.kills DIRECTORY FIRST EVERY SETTING ...`.
 
 One write is the making, renaming or removing of one name, or what follows it: the content of the file that was opened.
 The run's processes are made up, but what they write as checkpoints is written by the engines' own code. Each life is a
@@ -192,7 +192,7 @@ def why_another(run_dir: Path, whole: Path, config: RunConfig) -> str:
     return "" if numbers(run_dir) == numbers(whole) else "the numbers"
 
 
-def main(setting: str, directory: Path, first: int, every: int) -> int:
+def main(setting: str, death: Death, directory: Path, first: int, every: int) -> int:
     config = small(
         steps=5,
         save_every=2,
@@ -201,7 +201,7 @@ def main(setting: str, directory: Path, first: int, every: int) -> int:
         **SETTINGS[setting],
     )
     with_fakes(config)
-    death = Death()
+    directory.mkdir()
     # What a life imports is imported once: transformers takes a second.
     problems = validate(replace(config, run_dir=str(directory / "none"), resume=""))
     assert not problems, problems
@@ -229,9 +229,11 @@ def main(setting: str, directory: Path, first: int, every: int) -> int:
         if code == 0:
             break
         at += every
-    print(f"{kills} kills, after {wrong} of which the run is another")
+    print(f"{setting}: {kills} kills, after {wrong} of which the run is another")
     return int(wrong > 0 or kills == 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    death = Death()
+    place, first, every, *names = sys.argv[1:]
+    sys.exit(max(main(name, death, Path(place) / name, int(first), int(every)) for name in names))

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,54 +20,13 @@ from rl.config.rehearsal import rehearse
 from rl.config.settle import settle
 from rl.controller import reward_hosts
 from rl.controller.reward_hosts import try_reward_hosts
-from rl.envs.calculator import Calculator
-from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.env import ChatEnv
-from rl.envs.sort_letters import SortLetters
 from rl.envs.verifier import score_of
 from rl.errors import RunError, one_line
 from rl.plan.cluster import Cluster, Host
 from rl.types import Score
 from rl.waiting import Signal, beside
-
-
-@dataclass(frozen=True)
-class Graded(SortLetters):
-    """Its reward reads a file."""
-
-    table: str = ""
-
-    def reward(self, problem, response, stop):
-        return float(response == Path(self.table).read_text())
-
-
-@dataclass(frozen=True)
-class Computing(Calculator):
-    table: str = ""
-
-    def reward_episode(self, episode):
-        return float(episode.response == Path(self.table).read_text())
-
-
-@dataclass(frozen=True)
-class Asking(AgentEnv):
-    max_new_tokens: int = 8
-    num_eval: int = 2
-    table: str = ""
-    max_memory_gib: float = 4.0
-
-    def generate(self, seed):
-        return Calculator().generate(seed)
-
-    def agent(self, episode, base_url, api_key):
-        import openai
-
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        asked = [{"role": "user", "content": episode.problem.question}]
-        client.chat.completions.create(model="any", messages=asked)
-
-    def reward_episode(self, episode):
-        return float(episode.response == Path(self.table).read_text())
+from tests.controller.tables import Asking, Computing, Graded
 
 
 class Worker:
