@@ -119,6 +119,16 @@ def test_a_truncated_rollout_that_is_dropped_learns_nothing_and_counts_in_its_gr
     assert len(kept.samples) == kept.num_sequences == 3
 
 
+def test_a_response_of_no_tokens_is_the_shortest_of_its_group():
+    """It gains half of length_coef, the two others lose half: 1.5 against 0.5 and 0.5."""
+    made = group(1, 1, 1)
+    silent = replace(made.rollouts[0], segments=())
+    groups = [replace(made, rollouts=(silent, *made.rollouts[1:]))]
+    batch = built(groups, shaping=Shaping(length_coef=1.0), advantages=GroupMean(adv_norm="none"))
+    advantages = [float(s.advantages[-1]) for s in batch.groups[0].samples if s.loss_mask.any()]
+    assert advantages == pytest.approx([-1 / 3, -1 / 3])
+
+
 @dataclass(frozen=True)
 class Agent(AgentEnv):
     pass

@@ -1,6 +1,7 @@
 import asyncio
 import itertools
 import multiprocessing
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -346,3 +347,43 @@ def test_a_rank_may_have_tensors_of_any_size_and_dtype_or_none_at_all(tmp_path):
     assert got.keys() == tensors.keys()
     assert all(got[name].dtype == t.dtype and torch.equal(got[name], t) for name, t in tensors.items())
     assert [file.name for file in tmp_path.iterdir()] == ["model-v1-rank0.bin"]
+
+
+def test_a_file_that_cannot_be_mapped_says_so_and_is_closed(tmp_path):
+    empty = tmp_path / "empty"
+    empty.touch()
+    shard = Shard("w", torch.float32, (4,), (0,), (4,), str(empty))
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="empty file"):
+        list(SharedMemory(tmp_path).fetch(Manifest(0, (shard,))))
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_torchstore_is_given_each_rank_of_each_version_and_told_to_forget_a_released_one(monkeypatch):
+    from rl.weight_sync import torchstore as module
+
+    store = {}
+
+    async def put(key, tensor):
+        assert key not in store  # putting again what is read tears it
+        store[key] = tensor.clone()
+
+    async def get(key):
+        return store[key]
+
+    async def exists(key):
+        return key in store
+
+    async def delete(key):
+        del store[key]
+
+    for function in (put, get, exists, delete):
+        monkeypatch.setattr(module.torchstore, function.__name__, function)
+    transport = module.TorchStore()
+    weights = [torch.arange(14.0).reshape(7, 2) + version for version in (1, 2)]
+    first, second = (publish(transport, v, rows("w", full, 3)) for v, full in enumerate(weights, 1))
+    assert torch.equal(fetch(transport, first)["w"], weights[0])
+    asyncio.run(transport.release(first))
+    with pytest.raises(RunError, match="policy version 1 was released"):
+        fetch(transport, first)
+    assert len(store) == 3 and torch.equal(fetch(transport, second)["w"], weights[1])

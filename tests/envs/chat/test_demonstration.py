@@ -7,6 +7,7 @@ import pytest
 from rl.controller.supervised import SupervisedData
 from rl.envs.base import Env
 from rl.envs.calculator import ALPHABET, Calculator
+from rl.envs.chat.agent import AgentEnv
 from rl.envs.chat.demonstration import chat_sample
 from rl.envs.chat.env import ChatEnv
 from rl.models.sources import TinyQwen3
@@ -65,6 +66,24 @@ def test_a_demonstration_has_the_tokens_of_a_rollout_with_its_turns(tmp_path):
         assert taught.tokens.tolist() == [token for segment in rollout.segments for token in segment.tokens]
         masks = [segment.sampled for segment in rollout.segments for _ in segment.tokens]
         assert taught.loss_mask.tolist() == masks
+
+
+@dataclass(frozen=True)
+class Asking(AgentEnv):
+    def generate(self, seed):
+        return Problem("1", "7", "7")
+
+    def chat_demonstration(self, problem, seed):
+        return [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"}]
+
+
+def test_an_agents_demonstration_begins_with_what_the_agent_asks(tmp_path):
+    """Whatever the problem says."""
+    tokenizer = HFTokenizer(TinyQwen3(ALPHABET).materialize(tmp_path))
+    taught = chat_sample(Asking(), Asking().generate(0), 0, tokenizer)
+    text = tokenizer.decode(taught.tokens)
+    learned = tokenizer.decode(taught.tokens[taught.loss_mask])
+    assert text.count("7") == 1 and "8" in learned and "7" not in learned
 
 
 class Preferring:
