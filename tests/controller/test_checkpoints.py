@@ -13,9 +13,10 @@ import pytest
 from configs.quickstart import quickstart
 from rl.actors.reference import ReferenceMesh
 from rl.controller.checkpoints import begin_at_policy, load_checkpoint, refresh_reference, save_checkpoint
+from rl.errors import RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
-from rl.models.checkpoint_dir import critic_path, is_complete, prune, rename
+from rl.models.checkpoint_dir import critic_path, is_complete, prune, read_record, rename
 from tests.controller.fakes import FakeEngine, fake_actors
 
 SETTINGS = replace(quickstart(), kl=KL(coef=0.1))
@@ -292,3 +293,10 @@ def test_after_a_warm_up_critic_and_reference_are_the_policy_and_a_teacher_is_no
     taken = {(who, what[0]) for who, verb, *what in calls if verb == "load_weights"}
     assert taken == {("critic", "hf")} | (set() if teacher else {("reference", "step-0")})
     assert not (tmp_path / "warm_start").exists()
+
+
+def test_what_is_no_complete_checkpoint_is_named(tmp_path):
+    (tmp_path / "step-3.partial").mkdir()
+    for name in ("step-3.partial", "step-4"):
+        with pytest.raises(RunError, match=f"{name} is not a complete checkpoint; give another, as"):
+            read_record(tmp_path / name)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -443,6 +443,34 @@ def test_of_quick_steps_each_tenth_has_a_line_and_one_after_ten_silent_seconds(t
 
     lines, _, _ = shown(tmp_path, body, Timeline(clock=clock), num_steps=25)
     assert [line.split("/")[0] for line in lines] == [f"step {number}" for number in (1, 10, 15, 20, 25)]
+
+
+def test_steps_of_three_seconds_that_are_not_shown_do_not_break_the_silence(tmp_path):
+    clock = Clock()
+
+    def body(recorder):
+        for number in range(1, 26):
+            clock.now += 3.0
+            step(recorder, number)
+
+    lines, _, _ = shown(tmp_path, body, Timeline(clock=clock), num_steps=25)
+    kept = (1, 5, 9, 10, 14, 18, 20, 24, 25)
+    assert [line.split("/")[0] for line in lines] == [f"step {number}" for number in kept]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_sinks_are_told_whether_the_run_failed(tmp_path, fails):
+    keeping = Keeping()
+
+    async def run():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({"keeping": lambda: keeping})) as recorder:
+            step(recorder, 1)
+            if fails:
+                raise RunError("the run fails")
+
+    with pytest.raises(RunError, match="the run fails") if fails else nullcontext():
+        asyncio.run(run())
+    assert keeping.closed is fails
 
 
 def test_what_could_not_be_measured_is_null(tmp_path):

@@ -156,8 +156,9 @@ def test_what_waits_is_bounded():
     asyncio.run(main())
 
 
-def test_a_job_that_hangs_ends_no_wait_late_and_is_lost_at_the_end():
-    gate, begun = threading.Event(), []
+def test_a_job_that_hangs_ends_no_wait_late_and_is_lost_at_the_end(monkeypatch):
+    gate, begun, raised = threading.Event(), [], []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
 
     async def main():
         writer = Writer("one that hangs", 10)
@@ -174,7 +175,7 @@ def test_a_job_that_hangs_ends_no_wait_late_and_is_lost_at_the_end():
             assert thread.daemon  # so that the process ends
             thread.join(20)
             assert not thread.is_alive()
-    assert not begun
+    assert not begun and not raised
 
 
 def test_who_stops_waiting_leaves_no_noise_behind(caplog):

@@ -211,6 +211,10 @@ REFUSED = {
         config(shard=8, trainer=(1,)), GPUS,
         "trainer has 8 processes and host 1 4 GPUs: those of one role cannot share; use fewer",
     ),
+    "too few GPUs on two": (
+        config(shard=16, trainer=(0, 1)), GPUS,
+        "trainer has 16 processes and 2 hosts 8 GPUs: those of one role cannot share; use fewer",
+    ),
     "a generator over hosts": (
         config(tensor_parallel=4), cluster("3 x 2xH100-80"),
         "generator has 4 processes and a host 2 GPUs: those of one role cannot share; use fewer",

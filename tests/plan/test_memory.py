@@ -224,6 +224,8 @@ def test_experts_by_any_name_with_those_of_all_tokens():
     shape = ModelShape.of(air)
     assert (shape.num_moe_layers, shape.num_experts, shape.shared_dim) == (45, 128, 1408)
     assert shape.num_parameters == pytest.approx(106e9, rel=0.02)
+    attention, expert, router = 4096 * 128 * (2 * 96 + 2 * 8), 3 * 4096 * 1408, 128 * 4096
+    assert shape.layer_matrices == attention + 128 * expert + router + expert
     assert ModelFacts.of(air, 1000).expert_width == 1408
 
 

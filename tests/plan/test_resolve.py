@@ -33,6 +33,7 @@ from rl.errors import ConfigError, RunError
 from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
 from rl.models.generator.vllm_config import LORA_RANKS, Fill
+from rl.models.known_shapes import known_config
 from rl.models.layout import Layout
 from rl.models.sources import ModelDir
 from rl.plan.cluster import GPU, USABLE, Cluster, Host, parse_cluster
@@ -960,3 +961,22 @@ def test_generators_on_gpus_of_two_sizes_have_the_cache_that_fits_the_smaller(mo
     assert [(process.host, process.gpus) for process in generators] == [(0, (1,)), (1, (0,))]
     room = cluster("1xH100-80").gpus[0].gib * USABLE
     assert [process.peak / GIB for process in generators] == [pytest.approx(room)] * 2
+
+
+def test_a_generator_that_takes_what_is_free_has_to_find_one_sequence(model):
+    """Llama 3.1 8B in bfloat16 on an L4 of its own: 15 GiB of weights, and 0.12 GiB for each 1,000 tokens."""
+    hosts = tuple(
+        dataclasses.replace(cluster(text).hosts[0], address=f"10.0.0.{number}:7000")
+        for number, text in enumerate(("1xH200-141", "1xL4-24"))
+    )
+    config = qwen(model, generator=GeneratorConfig(hosts=(1,)))
+    Path(config.model.path, "config.json").write_text(json.dumps(known_config("meta-llama/Llama-3.1-8B")))
+
+    def placed(tokens):
+        trainer = dataclasses.replace(config.trainer, hosts=(0,), micro_batch_tokens=tokens)
+        longer = dataclasses.replace(config, trainer=trainer, max_seq_len=tokens)
+        return settle(longer, "eval", Cluster(hosts))
+
+    assert isinstance(placed(8192).of("generator")[0].spec.config.kv_cache_gib, Fill)
+    with pytest.raises(ConfigError, match="GPU 0 of host 1"):
+        placed(131072)

@@ -235,3 +235,18 @@ def test_an_agent_is_tried_after_its_start_and_leaves_its_notes():
 def test_a_trial_in_which_the_policy_says_nothing_is_refused():
     with pytest.raises(ValueError, match=r"play\(\) has no texts for the policy; give at least one"):
         play(Calculator(), calculator().model.tokenizer(), [])
+
+
+def test_an_episode_samples_what_its_turns_may_and_no_more_than_a_sequence_holds():
+    env = Calculator(max_new_tokens=20, max_turns=3)
+    assert env.most_sampled(100) == 60 and env.most_sampled(50) == 50
+    agent = AgentEnv(max_new_tokens=20, max_turns=3)  # each of its conversations may be so long
+    assert agent.most_sampled(100) == agent.most_sampled(50) == 60
+
+
+@pytest.mark.parametrize(("command", "times"), [((), 1), (("true",), 0)])
+def test_what_openais_client_loads_is_loaded_for_agents_that_use_it(command, times, monkeypatch):
+    loads = []
+    monkeypatch.setattr("rl.envs.chat.agent._load_openai", lambda: loads.append(1))
+    AgentEnv(command=command).prepare()
+    assert len(loads) == times
