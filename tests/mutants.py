@@ -56,14 +56,17 @@ class Mutant:
     before: str
     after: str
     statement: int  # the first line of the innermost one that holds it; 0: it runs at import
+    text: str  # of its first line
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.kind} | {_short(self.before)} -> {_short(self.after)}"
 
     @property
     def name(self) -> str:
-        """Without the line, which moves."""
-        return f"{self.path} {self.kind} | {_short(self.before)} -> {_short(self.after)}"
+        """With the line's text in place of its number, which moves."""
+        return (
+            f"{self.path} {self.kind} | {_short(self.before)} -> {_short(self.after)} | {_short(self.text)}"
+        )
 
     def of(self, source: bytes) -> bytes:
         return source[: self.start] + self.after.encode() + source[self.end :]
@@ -85,7 +88,9 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
         place = (node.lineno, node.col_offset)
         in_function = any(first <= place < last for first, last in bodies)
         statement = max(first[0] for first, last in statements if first <= place < last) if in_function else 0
-        mutant = Mutant(path, node.lineno, start, end, kind, source[start:end].decode(), after, statement)
+        text = source[lines[node.lineno - 1] : lines[node.lineno]].decode()
+        before = source[start:end].decode()
+        mutant = Mutant(path, node.lineno, start, end, kind, before, after, statement, text)
         try:
             changed = ast.dump(ast.parse(mutant.of(source))) != whole
         except SyntaxError:  # a statement that has to stand there

@@ -35,6 +35,12 @@ def test_mistakes_are_those_that_somebody_could_make():
     }
 
 
+def test_the_same_mistake_in_another_line_has_another_name():
+    """That nothing can tell one of them from the code says nothing of the other."""
+    names = [m.name for m in mutants_of("a.py", b"a = 0\nb = 0\n")]
+    assert names == ["a.py constant | 0 -> 1 | a = 0", "a.py constant | 0 -> 1 | b = 0"]
+
+
 CODE = '''\
 """What it is."""
 from __future__ import annotations

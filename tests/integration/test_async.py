@@ -75,7 +75,8 @@ def test_a_mixture_learns_by_dro_from_completions_of_one_version_each(tmp_path):
     assert len(versions) == 12 * 32 and all(oldest == newest for oldest, newest in versions)
     assert len({oldest for oldest, _ in versions}) >= 6  # the weights did change meanwhile
     lengths = [len(r["answer"]) for r in trained]
-    assert 0.5 < sum(length < 6 for length in lengths) / len(lengths) < 0.95  # weights=(3, 1)
+    # holds: meaning, three of four are short: five standard deviations of 96 prompts
+    assert 0.5 < sum(length < 6 for length in lengths) / len(lengths) < 0.98
     metrics = [m for m in read_metrics(tmp_path / "run") if "loss" in m]
     assert max(m["offpolicy/max"] for m in metrics) == 1
     # The policy that sampled is the one before: DRO's pull is by how far they are apart.
