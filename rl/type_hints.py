@@ -1,31 +1,41 @@
 """The types of a dataclass's fields, as far as they can be found."""
 
 import sys
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
+
+_complete: WeakKeyDictionary[type, Mapping[str, Any]] = WeakKeyDictionary()
+"""Of classes all of whose types were found: those of a module that is being executed may be found later."""
 
 
-def type_hints(kind: type) -> dict[str, Any]:
+def type_hints(kind: type) -> Mapping[str, Any]:
     """With bounds.
 
     A subclass that annotates a field again as a plain int or float keeps the bounds.
     """
+    if kind in _complete:
+        return _complete[kind]
     hints: dict[str, Any] = {}
+    is_complete = True
     for base in reversed(kind.__mro__):
         for name in vars(base).get("__annotations__", {}):
-            hint, before = _own_hint(base, name), hints.get(name)
+            try:
+                hint = _own_hint(base, name)
+            except (NameError, TypeError):  # as one that only type checkers import
+                hint, is_complete = Any, False
+            before = hints.get(name)
             keeps = get_origin(before) is Annotated and get_args(before)[0] is hint
             hints[name] = before if keeps else hint
-    return hints
+    if is_complete:
+        _complete[kind] = MappingProxyType(hints)
+    return MappingProxyType(hints)
 
 
 def _own_hint(kind: type, name: str) -> Any:
-    """Any where it names a type that cannot be found, as one that only type checkers import."""
     one = SimpleNamespace(__annotations__={name: vars(kind)["__annotations__"][name]})
     module = sys.modules.get(kind.__module__)
-    try:
-        return get_type_hints(
-            one, dict(vars(module)) if module else {}, dict(vars(kind)), include_extras=True
-        )[name]
-    except (NameError, TypeError):
-        return Any
+    return get_type_hints(one, dict(vars(module)) if module else {}, dict(vars(kind)), include_extras=True)[
+        name
+    ]

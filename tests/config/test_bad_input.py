@@ -4,6 +4,8 @@ import dataclasses
 import os
 import pickle
 import sys
+from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from rl.loss.advantages.reinforce_pp import ReinforcePP
 from rl.loss.dpo import DPO
 from rl.loss.gspo import GSPO
 from rl.models.sources import TinyQwen3
+from rl.type_hints import type_hints
 from tests.tiny import write_config, write_model
 
 OWN_RECIPE = """
@@ -332,3 +335,13 @@ def test_shared_memory_that_may_not_be_written_to(one_line, monkeypatch):
 
 def test_compile_is_refused_without_a_gpu(one_line):
     assert "trainer.compile=True needs a GPU" in one_line("train", "quickstart", "--trainer.compile", "True")
+
+
+def test_a_type_that_a_module_defines_after_the_class_is_known_once_it_is_there(monkeypatch):
+    """A class may be made, and checked, while its module is still executed."""
+    module = ModuleType("half_executed")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("class Settings:\n    number: 'Later'\n    name: str\n", vars(module))
+    assert type_hints(module.Settings) == {"number": Any, "name": str}
+    module.Later = int
+    assert type_hints(module.Settings) == type_hints(module.Settings) == {"number": int, "name": str}
