@@ -245,6 +245,15 @@ def test_the_docs_example_runs_and_says_what_it_gives():
     assert f"# metrics: {scope['metrics']}" in example and scope["logprobs"].grad.any()
 
 
+def test_the_mean_over_one_pair_is_that_pairs():
+    (logprobs, _, reference), mask = rows(0, [5, 3], 6)
+    advantages = torch.zeros(2, dtype=torch.float64)
+    once = padded_loss(DPO(), logprobs, mask, advantages, ref_logprobs=reference).loss.item()
+    twice = [torch.cat([tensor, tensor]) for tensor in (logprobs, mask, advantages)]
+    both = padded_loss(DPO(), *twice, ref_logprobs=torch.cat([reference] * 2)).loss.item()
+    assert once == pytest.approx(both)
+
+
 @pytest.mark.parametrize("objective", [DPO(beta=0.3), Objective(DPO(beta=0.3))])
 def test_dpo_is_the_mean_over_pairs(objective):
     """Equation 7 of arXiv 2305.18290."""
