@@ -158,3 +158,15 @@ def test_prompts_are_made_one_in_a_turn_of_the_event_loop():
 
     asyncio.run(main())
     assert len(set(made)) == 4
+
+
+def test_the_door_of_agents_is_closed_with_the_rollouts():
+    closed = []
+
+    class Opened:
+        async def close(self):
+            closed.append(self)
+
+    door = Opened()
+    asyncio.run(Rollouts(SortLetters(num_eval=8), Spelled(), None, 2, 0, max_tokens=99, door=door).close())
+    assert closed == [door]

@@ -199,6 +199,7 @@ REFUSED = [
     ("1xH100-80", {"trainer": TrainerConfig(layout=Layout(shard=2))}, "trainer has 2 processes and the machine 1 GPU:"),
     ("1xH100-80", {"generator": GeneratorConfig(kv_cache_gib=70)}, "generator 7"),
     ("1xH100-80", {"generator": GeneratorConfig(block_size=8)}, "generator.block_size=8 is not a multiple of 16, as on a GPU"),
+    ("1xA100-80", {"dtype": "float32", "trainer": TrainerConfig(lora=LoRA(rank=8))}, "because vLLM's kernels take 16 bits; set it to bfloat16"),
     ("4xA100-80", {"trainer": TrainerConfig(float8=True, compile=True)}, "float8=True needs GPUs of compute capability 8.9"),
     ("4xH100-80", {"trainer": TrainerConfig(float8=True)}, "without trainer.compile is slower than bfloat16"),
     ("1xT4-16", {}, "dtype=bfloat16 needs GPUs of compute capability 8.0 or more (this is a T4, 7.5); set --dtype float32"),

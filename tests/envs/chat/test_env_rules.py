@@ -250,3 +250,8 @@ def test_what_openais_client_loads_is_loaded_for_agents_that_use_it(command, tim
     monkeypatch.setattr("rl.envs.chat.agent._load_openai", lambda: loads.append(1))
     AgentEnv(command=command).prepare()
     assert len(loads) == times
+
+
+def test_an_agent_that_is_neither_a_command_nor_a_method_says_so():
+    with pytest.raises(NotImplementedError, match="an AgentEnv needs env.command, or agent"):
+        AgentEnv().agent(None, "http://127.0.0.1:1/v1", "key")
