@@ -36,6 +36,5 @@ def type_hints(kind: type) -> Mapping[str, Any]:
 def _own_hint(kind: type, name: str) -> Any:
     one = SimpleNamespace(__annotations__={name: vars(kind)["__annotations__"][name]})
     module = sys.modules.get(kind.__module__)
-    return get_type_hints(one, dict(vars(module)) if module else {}, dict(vars(kind)), include_extras=True)[
-        name
-    ]
+    scope = dict(vars(module)) if module else {}
+    return get_type_hints(one, scope, dict(vars(kind)), include_extras=True)[name]

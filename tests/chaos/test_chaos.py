@@ -8,16 +8,23 @@ import pytest
 
 from tests.chaos.chaos import CONTROLLER, SECONDS, SETTINGS, TURNS, Victim, differences
 
+ONE_GENERATOR = replace(SETTINGS[1], flags=("--trainer.layout.shard", "2"))  # it samples what two do
+
 
 @pytest.mark.timeout(600)
-def test_a_run_whose_processes_are_killed_one_after_the_other_is_the_same_run(tmp_path, whole):
-    """All generators, a trainer rank, the controller; two trainer ranks, one generator, synchronous.
-
-    One generator samples what two do.
-    """
-    setting = replace(SETTINGS[1], flags=("--trainer.layout.shard", "2"))
+@pytest.mark.parametrize(
+    ("setting", "generators"),
+    [
+        pytest.param(ONE_GENERATOR, ("generator-0",), id="one generator"),
+        pytest.param(SETTINGS[1], ("generator-0", "generator-1"), id="two", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_whose_processes_are_killed_one_after_the_other_is_the_same_run(
+    setting, generators, tmp_path, whole
+):
+    """All generators at once, a trainer rank, the controller; two trainer ranks, synchronous."""
     victim = Victim(setting, tmp_path)
-    for step, names in ((2, ("generator-0",)), (5, ("trainer-1",)), (8, (CONTROLLER,))):
+    for step, names in ((2, generators), (5, ("trainer-1",)), (8, (CONTROLLER,))):
         victim.wait_for_step(step)
         assert victim.kill(names, signal.SIGKILL), victim.output()[-3000:]
     victim.process.wait(SECONDS)

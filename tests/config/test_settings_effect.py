@@ -50,7 +50,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.sinks import TrackingConfig
 from rl.plan.cluster import Cluster
 from rl.types import LoRA
-from tests.controller.fakes import fake_actors, run_fakes
+from tests.controller.fakes import fake_actors, no_picture, run_fakes
 from tests.plans import AMPLE, cluster
 
 ROOT = Path(__file__).parent.parent.parent
@@ -420,7 +420,7 @@ def test_a_setting_of_what_is_written_changes_the_files(changes, files, tmp_path
 
     monkeypatch.setattr(run_module, "launch", launch)
     monkeypatch.setattr(run_module, "give_way_often", lambda: None)
-    monkeypatch.setattr(Recorder, "draw_curve", lambda recorder, title: recorder.run_dir / "curve.png")
+    monkeypatch.setattr(Recorder, "draw_curve", no_picture)
     config = small(**{"tracking": TrackingConfig(sinks=()), **changes})
     asyncio.run(run_module.run_recipe("small", config, tmp_path))
     for name in (

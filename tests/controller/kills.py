@@ -161,7 +161,7 @@ def with_fakes(config: RunConfig) -> None:
     run_module.launch = launch
     run_module.rehearse = lambda *_: SimpleNamespace(problems=[], takes=())
     run_module.give_way_often = lambda: None
-    Recorder.draw_curve = lambda recorder, title: recorder.run_dir / "curve.png"
+    Recorder.draw_curve = fakes.no_picture
 
 
 def numbers(run_dir: Path) -> list[dict]:

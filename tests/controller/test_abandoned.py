@@ -29,7 +29,7 @@ from rl.loss.advantages.gae import GAE
 from rl.loss.kl import KL
 from rl.models.checkpoint_dir import RECORD, latest, newest_first, prune, rename
 from rl.observability.recorder import Recorder
-from tests.controller.fakes import FakeEngine, fake_actors
+from tests.controller.fakes import FakeEngine, fake_actors, no_picture
 
 DAMAGES = {
     "a quick look shows it": lambda path: (path / "record.json").write_text("{"),
@@ -89,7 +89,7 @@ def train(tmp_path, monkeypatch):
         monkeypatch.setattr(running, "launch", launch)
         # Of each run a second, and no test's subject: a process for the rewards, and a picture.
         monkeypatch.setattr(running, "rehearse", lambda *_: Rehearsal())
-        monkeypatch.setattr(Recorder, "draw_curve", lambda recorder, title: recorder.run_dir / "curve.png")
+        monkeypatch.setattr(Recorder, "draw_curve", no_picture)
         try:
             return running.run("quickstart", config)
         except Interrupted:

@@ -57,18 +57,14 @@ OTHERS = {
 }
 """Files with awaits that are not asked here, and where they are."""
 
+_OTHER_PROCESSES = ("tinker/", "envs/", "models/")  # which have tests of their own
+
 
 @cache
 def files() -> tuple[str, ...]:
-    return tuple(
-        file
-        for path in sorted(ROOT.rglob("*.py"))
-        if not (file := str(path.relative_to(ROOT))).startswith(
-            ("tinker/", "envs/", "models/")
-        )  # other tests'
-        and file not in OTHERS
-        and awaits(file)
-    )
+    names = (str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*.py")))
+    asked = (name for name in names if name not in OTHERS and not name.startswith(_OTHER_PROCESSES))
+    return tuple(filter(awaits, asked))
 
 
 ELSEWHERE = {

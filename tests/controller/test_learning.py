@@ -18,7 +18,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.sinks import TrackingConfig
 from rl.plan.cluster import Cluster, Host
 from tests.config.test_settings_effect import small
-from tests.controller.fakes import fake_actors
+from tests.controller.fakes import fake_actors, no_picture
 from tests.controller.test_recovery import ALGORITHMS
 
 MORE = {
@@ -49,7 +49,7 @@ def test_a_run_goes_to_its_end_without_its_config(name, tmp_path, monkeypatch):
         monkeypatch.setattr(settling, "cluster_of", lambda config: Cluster(hosts))
     monkeypatch.setattr(run_module, "launch", launch)
     monkeypatch.setattr(run_module, "give_way_often", lambda: None)
-    monkeypatch.setattr(Recorder, "draw_curve", lambda recorder, title: recorder.run_dir / "curve.png")
+    monkeypatch.setattr(Recorder, "draw_curve", no_picture)
     asyncio.run(run_module.run_recipe("small", config, tmp_path))
     assert launched and (tmp_path / "checkpoints" / f"step-{config.steps}").is_dir()
 

@@ -102,10 +102,8 @@ def test_verls_rejection_bounds_are_of_generator_over_trainer():
     gaps, ids = [math.log(ratio) for ratio in RATIOS], list(range(len(RATIOS)))
     copied = weights_left(Correction(mask_low=0.5, mask_high=3.0), gaps, ids)
     assert copied == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]  # copied bounds mask other tokens
-    assert weights_left(Correction(mask_low=1.0, mask_high=1.0), [0.0, 1e-3], [0, 1]) == [
-        1.0,
-        0.0,
-    ]  # the bounds stay
+    on_both_bounds = weights_left(Correction(mask_low=1.0, mask_high=1.0), [0.0, 1e-3], [0, 1])
+    assert on_both_bounds == [1.0, 0.0]  # what is on a bound stays
     assert weights_left(Correction(mask_low=1 / 3.0, mask_high=1 / 0.5), gaps, ids) == recorded
     documented("`mask_low=1/upper`, `mask_high=1/lower`")
 

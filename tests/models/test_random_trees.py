@@ -90,7 +90,7 @@ def compute(engine, samples, max_tokens, share):
     return batch.num_tokens, outputs, metrics, gradients
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(samples=batches(), max_tokens=st.sampled_from([64, 200]))
 def test_trees_give_what_the_sequences_give(engines, samples, max_tokens):
     engine, twin, own_error = engines

@@ -28,7 +28,7 @@ from rl.types import LoRA
 from tests.plans import cluster
 
 GOLDEN = Path(__file__).parent / "golden.json"
-CHANGES = 4  # of each recipe on each cluster
+CHANGES = 6  # of each recipe on each cluster
 CLUSTERS = {
     "2 cores, 8 GiB": Cluster((Host(2, 8.0),)),
     "16 cores, 64 GiB": Cluster((Host(16, 64.0),)),

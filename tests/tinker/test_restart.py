@@ -213,10 +213,7 @@ class MortalBackend(FakeBackend):
         await super()._call(*what)
 
 
-STEPS = 4  # two snapshots
-
-
-async def train_once(root, database, backend, acknowledged):
+async def train_once(root, database, backend, acknowledged, steps):
     """One life of a server, whose client sends again what was not answered. Returns the model's value at the end."""
     limits = Limits(snapshot_every=2)
     service = Service(database, backend, root, (NAME,), (0,), limits)
@@ -240,7 +237,7 @@ async def train_once(root, database, backend, acknowledged):
         session, model = acknowledged["session"], f"{acknowledged['session']}:train:0"
         lora = {"lora_config": {"rank": 4, "seed": 0}}
         await answered(service.create_model(tenant, session, 0, NAME, lora))
-        for step in range(acknowledged.get("steps", 0), STEPS):
+        for step in range(acknowledged.get("steps", 0), steps):
             for part in (1, 2):
                 body = request_body(model, 10 * step + part)
                 await answered(service.submit(tenant, "forward_backward", model, 10 * step + part, body))
@@ -257,8 +254,14 @@ async def train_once(root, database, backend, acknowledged):
 
 
 @pytest.mark.parametrize("what", ["database", "backend"])
-def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what):
-    """Before each change of the database, and before each call of the backend; and once more in its second life."""
+@pytest.mark.parametrize(
+    ("steps", "least"), [(4, 10), pytest.param(7, 20, marks=pytest.mark.slow)], ids=["4 steps", "7 steps"]
+)
+def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what, steps, least):
+    """Before each change of the database, and before each call of the backend; and once more in its second life.
+
+    There is a snapshot after every second step.
+    """
     deaths = 0
     for k in range(0, 400, 2):
         root = tmp_path / f"{what}-{k}"
@@ -268,18 +271,18 @@ def test_wherever_a_server_dies_nothing_is_lost_or_done_twice(tmp_path, what):
             database = MortalDatabase(url, life if what == "database" else math.inf)
             backend = MortalBackend(life if what == "backend" else math.inf)
             try:
-                value = asyncio.run(train_once(root, database, backend, acknowledged))
+                value = asyncio.run(train_once(root, database, backend, acknowledged, steps))
                 break
             except BaseExceptionGroup:
                 deaths += 1
             except Dead:
                 deaths += 1
-        assert value == pytest.approx(STEPS * 0.1 * 6), (what, k)
+        assert value == pytest.approx(steps * 0.1 * 6), (what, k)
         if life == k:  # it lived through it all
             break
     else:
         raise AssertionError("it never lived")
-    assert deaths > 10
+    assert deaths > least
 
 
 def test_a_servers_directory_may_be_moved(tmp_path, database_kind):
