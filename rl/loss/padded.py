@@ -88,7 +88,8 @@ def padded_loss(
 
     policy = kept(logprobs)
     rows = torch.arange(len(mask), device=mask.device)[:, None].expand_as(keep)[keep]
-    divisors = torch.tensor([token_divisor(loss_agg, n) for n in keep.sum(1).tolist()]).to(policy)
+    of_rows = [token_divisor(loss_agg, n) for n in keep.sum(1).tolist()]
+    divisors = torch.tensor(of_rows, dtype=policy.dtype, device=policy.device)
     inputs = TokenInputs(
         generator_logprobs=policy.detach() if sampling_logprobs is None else kept(sampling_logprobs),
         advantages=kept(advantages),

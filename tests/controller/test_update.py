@@ -154,10 +154,8 @@ def test_samples_without_a_gradient_cost_no_forward_pass_but_those_of_a_kl_do(tm
         [0, 2],
     )  # one update: they are its own
     assert forwards(correction=Correction(mask_high=2.0)) == ({}, [0, 2])
-    assert forwards(correction=Correction(mask_high=2.0), epochs=2) == (
-        {"trainer": 5},
-        [0, 2],
-    )  # masks measure the first policy's gap
+    for mask in ({"mask_high": 2.0}, {"mask_low": 0.5}):  # they measure the first policy's gap
+        assert forwards(correction=Correction(**mask), epochs=2) == ({"trainer": 5}, [0, 2])
     in_reward = {"correction": Correction(old_logprobs="trainer"), "kl": KL(coef=0.1, into="reward")}
     assert forwards(**in_reward) == ({"trainer": 9, "reference": 9}, [2, 2])
     assert forwards(kl=KL(coef=0.1)) == ({"reference": 9}, [2, 2])

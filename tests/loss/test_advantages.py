@@ -187,3 +187,14 @@ def test_an_estimate_that_is_not_one_for_each_token_is_refused(shape):
     ):
         estimate(estimator, groups)
     assert len(estimate(lambda groups: [[np.zeros(2), 1.0]], groups)[0]) == 2
+
+
+def test_estimates_of_fewer_rollouts_or_groups_than_there_are_are_refused():
+    groups = [group(1, 0), group(0, 1, 1)]
+    for made, counts in (([[0.0], [0.0] * 3], r"\[1, 3\]"), ([[0.0] * 2], r"\[2\]")):
+
+        def estimator(groups, made=made):
+            return made
+
+        with pytest.raises(RunError, match=rf"returned advantages for {counts} rollouts of \[2, 3\]"):
+            estimate(estimator, groups)

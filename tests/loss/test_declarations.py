@@ -2,12 +2,15 @@
 
 # holds: exact
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import rl.loss
 from rl.loss import CISPO, DRO, GAE, GSPO, RLOO, Clip, GroupMean, ImportanceSampling, ReinforcePP
 from rl.loss.advantages.base import Trajectory
 from rl.loss.base import TokenInputs
@@ -88,3 +91,14 @@ def test_an_estimator_needs_a_critic_where_values_change_its_advantages(estimato
     without = [[replace(t, values=np.zeros(2)) for t in FIRST]]
     depends = of_first(estimator) != [np.broadcast_to(v, 2).tolist() for v in estimator(without)[0]]
     assert getattr(estimator, "needs_critic", False) == depends
+
+
+def test_the_first_row_of_each_in_the_docs_is_it_with_its_defaults():
+    page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+    first: dict[str, str] = {}
+    for call, name in re.findall(r"^\| `(([A-Z]\w+)\(.*?\))` ", page, re.MULTILINE):
+        first.setdefault(name, call)
+    assert len(first) == 12
+    for name, call in first.items():
+        kind = getattr(rl.loss, name)
+        assert eval(call, {name: kind}) == kind(), call

@@ -3,6 +3,7 @@
 # holds: exact
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,6 +98,14 @@ def test_correction_weights_masks_and_ratios():
             assert got.old_logprobs is inputs.loss_inputs["old_logprobs"] and not got.weights.requires_grad
 
 
+def test_a_gap_at_its_bound_is_neither_clipped_nor_masked():
+    logprobs, inputs = random_inputs(np.random.default_rng(1))
+    inputs = replace(inputs, loss_inputs={"old_logprobs": inputs.generator_logprobs})  # every gap is 1
+    same, metrics = Correction("trainer", tis_clip=1.0, mask_low=1.0, mask_high=1.0)(logprobs, inputs)
+    assert same.weights.equal(inputs.weights)
+    assert int(metrics["tis/clipped:sum"]) == int(metrics["gap_masked:sum"]) == 0
+
+
 def test_without_a_column_the_trainers_logprobs_are_those_of_this_very_update():
     logprobs, inputs = random_inputs(np.random.default_rng(2))
     bare = TokenInputs(inputs.generator_logprobs, inputs.advantages, inputs.weights, inputs.sample_ids)
@@ -144,6 +153,7 @@ def test_the_objective_adds_the_kl_with_the_tokens_weights():
 def test_shaping_worked_by_hand():
     # DAPO: of 10 tokens the last 4 are punished: 6 or less 0, 8 half, 10 whole.
     assert Shaping(overlong_tokens=4)([1, 1, 0, 0], [5, 6, 8, 10], 10) == [0, 0, -0.5, -1.0]
+    assert Shaping(overlong_tokens=4)([1], [18], 10) == [-1.0]
     weak = Shaping(overlong_tokens=4, overlong_penalty=0.2)
     assert weak([1, 1], [7, 10], 10) == pytest.approx([-0.05, -0.2])
     # Kimi: place 0.5 - (len - 2) / (6 - 2): 0.5, 0, -0.5; a wrong response gets no bonus.

@@ -210,6 +210,9 @@ def test_what_would_be_ignored_is_refused():
         RunError, match="no loss of rl.loss reads old_per_token_logps; use ref_logprobs, old_"
     ):
         padded_loss(Clip(), logprobs, mask, torch.ones(2), old_per_token_logps=old)
+    several = dict.fromkeys(("e", "c", "a", "d", "b"), old)
+    with pytest.raises(RunError, match="no loss of rl.loss reads a, b, c, d, e; use"):
+        padded_loss(Clip(), logprobs, mask, torch.ones(2), **several)
     with pytest.raises(RunError, match="loss_agg='dapo'; use one of token_mean, seq_mean, constant"):
         padded_loss(Clip(), logprobs, mask, torch.ones(2), loss_agg="dapo")
     with pytest.raises(RunError, match="an entropy bonus needs the tokens' entropy; pass entropy"):
@@ -235,6 +238,23 @@ def test_what_does_not_fit_is_refused():
     for reward in (math.nan, math.inf):
         with pytest.raises(RunError, match="of a group are not finite"):
             padded_advantages(GroupMean(), torch.tensor([reward, 1.0]), mask, 2)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, DPO()])
+def test_it_computes_where_the_logprobs_are(loss):
+    """A tensor that is made without a device lands on the default one, as on a GPU's host: here one without data."""
+    (logprobs, sampling, reference), mask = rows(0, [5, 3, 4, 2], 6)
+    advantages = torch.tensor([1.0, -2.0, 0.5, -0.1], dtype=torch.float64)
+    of_rollouts = {"sampling_logprobs": sampling, "loss_agg": "seq_mean"} if loss in LOSSES else {}
+    objective = Objective(loss, kl=KL(coef=0.1 if of_rollouts else 0.0))
+
+    def value():
+        done = padded_loss(objective, logprobs, mask, advantages, ref_logprobs=reference, **of_rollouts)
+        return done.loss.item()
+
+    expected = value()
+    with torch.device("meta"):
+        assert value() == expected
 
 
 def test_the_docs_example_runs_and_says_what_it_gives():

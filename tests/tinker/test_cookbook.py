@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.integration.runs import ROOT
+from tests.needs import need
 from tests.tinker.cookbook import KILLED, RUNS, prepare, run, serving
 
 MODEL_DIR = ROOT / "models" / "smollm2-135m-instruct"
@@ -21,8 +22,7 @@ LEFT_OUT = {
 @pytest.mark.timeout(2400)
 def test_recipes_of_the_cookbook_run_to_their_end(tmp_path):
     """Two at a time, since most of a recipe's time is that of its imports."""
-    if importlib.util.find_spec("tinker_cookbook") is None or not MODEL_DIR.is_dir():
-        pytest.skip("needs tinker-cookbook and SmolLM2: make cookbook")
+    need("cookbook", importlib.util.find_spec("tinker_cookbook") is not None and MODEL_DIR.is_dir())
     prepare(tmp_path, MODEL_DIR)
     in_order = [(KILLED, "chat_sl, resumed")]
     in_order += [(name,) for name in RUNS if name not in (*LEFT_OUT, *in_order[0])]

@@ -13,6 +13,7 @@ import pytest
 tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 
 from rl.tinker.database import now  # noqa: E402
+from tests.needs import need  # noqa: E402
 from tests.tinker.fakes import KEYS, FakeBackend, serving  # noqa: E402
 from tests.tinker.test_optional_routes import copy, trained  # noqa: E402
 from tests.tinker.test_protocol import client, post  # noqa: E402
@@ -188,7 +189,8 @@ def test_what_is_encrypted_is_read_by_its_recipient_alone(server, tmp_path):
 
 def test_the_cookbook_downloads_what_was_saved(server, tmp_path, monkeypatch):
     """Its weights.download, unmodified: state through an export that it encrypts, external weights as they are."""
-    weights = pytest.importorskip("tinker_cookbook.weights", reason="needs `make cookbook`")
+    need("cookbook", importlib.util.find_spec("tinker_cookbook") is not None)
+    weights = importlib.import_module("tinker_cookbook.weights")
     url, _ = server
     monkeypatch.setenv("TINKER_API_KEY", KEYS[0])
     training = trained(url)

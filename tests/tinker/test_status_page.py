@@ -13,6 +13,7 @@ tinker = pytest.importorskip("tinker", reason="needs the extra `serve`")
 from tinker import types  # noqa: E402
 
 from rl.tinker.rate import Rate  # noqa: E402
+from tests.needs import need  # noqa: E402
 from tests.tinker.fakes import KEYS, NAME, FakeBackend, serving  # noqa: E402
 from tests.tinker.test_keys import hashed  # noqa: E402
 from tests.tinker.test_protocol import datum  # noqa: E402
@@ -97,8 +98,8 @@ def test_a_tenant_sees_its_own_alone(tmp_path):
             assert "<td>training requests</td><td>6</td>" in page
 
 
-@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
 def test_a_browser_shows_it(tmp_path):
+    need("chromium", BROWSER is not None)
     with serving(tmp_path / "server") as (url, _):
         use(url)
         with_key = url.replace("http://", f"http://anyone:{KEYS[0]}@")
