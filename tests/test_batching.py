@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from rl.batching import _cost, check_batch, has_branches, pack, supervised_sample, to_sample
+from rl.batching import _cost, check_batch, has_branches, pack, segments_sample, supervised_sample, to_sample
 from rl.errors import RunError
 from rl.prefixes import Prefixes, families
 from rl.types import Problem, Rollout, Sample, Segment, StopReason, VersionRange
@@ -30,6 +30,8 @@ def test_a_rollout_becomes_a_sample_with_its_mask_logprobs_and_one_advantage():
     assert got.loss_mask.tolist() == [False, False, True, True, False, True]
     assert got.generator_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1.0]
     assert got.advantages.tolist() == [0, 0, 2, 2, 0, 2]
+    for without in (to_sample(rollout), segments_sample(segments)):
+        assert not without.advantages.any()
 
 
 def test_packing_keeps_every_target_token_with_its_sample_and_position():

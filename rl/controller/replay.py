@@ -30,7 +30,7 @@ from rl.controller.updaters import updaters
 from rl.errors import ConfigError
 from rl.loss.entropy import EntropyBonus
 from rl.models.checkpoint_dir import is_complete
-from rl.observability.batches import has_batch, read_batch
+from rl.observability.batches import check_batch, has_batch, read_batch
 from rl.observability.json_lines import read_records
 from rl.owned_directory import temporary_directory
 from rl.plan.show import PLAN, settled_line, write_plan
@@ -64,6 +64,8 @@ def replay(arguments: Sequence[str]) -> int:
     config, problems = override(config, rest, prog="rl replay")
     problems += without_effect(rest, UNREAD | in_rewards, "rl replay")
     checkpoint = _checkpoint_before(run_dir, step)
+    for number in range(step_of(str(checkpoint)) + 1, step + 1):
+        check_batch(run_dir, number)
     config = replace(config, resume=str(checkpoint), joining_hosts=0)  # it has no generators
     if problems := validate(config, problems, command="replay"):
         raise ConfigError("\n".join(problems))

@@ -5,6 +5,7 @@
 import asyncio
 import dataclasses
 import json
+import pickle
 import re
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from rl.errors import ConfigError
 from rl.loss.correction import Correction
 from rl.loss.kl import KL
 from rl.models.random_weights import draw_once
+from rl.observability.batches import VERSION, check_batch, read_batch
 from rl.owned_directory import temporary_directory
 from rl.plan.cluster import Cluster, Host
 from rl.types import LoRA, Score
@@ -370,3 +372,28 @@ def test_an_evaluation_is_of_the_weights_of_its_checkpoint_greedy_and_as_often_s
     assert {"eval/accuracy", "errors of 3", "mean reward of 3", "pass@1"} <= report["quickstart"].keys()
     answers = [json.loads(line) for line in (out / "rollouts.jsonl").open()]
     assert [answer["split"] for answer in answers] == ["greedy"] * 4 + ["sampled"] * 12
+
+
+def test_a_recorded_batch_that_is_damaged_or_of_another_version_is_refused_before_anything_starts(a_run):
+    run_dir, _ = a_run
+    path = run_dir / "batches" / "step-2.pkl"
+    whole = path.read_bytes()
+    assert started(replay, run_dir, "--step", "2")
+    first = len(pickle.dumps(VERSION))
+    without_version = whole[first:]
+    for content, words in (
+        (
+            pickle.dumps(VERSION + 1) + without_version,
+            f"has version {VERSION + 1}, and this rl reads {VERSION}",
+        ),
+        (without_version, f"has version 0, and this rl reads {VERSION}; use the rl that wrote it"),
+        (b"", "is damaged .*; replay a step without it"),
+        (b"text", "is damaged .*; replay a step without it"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=words):
+            replay([str(run_dir), "--step", "2"])
+    path.write_bytes(whole[:-9])
+    check_batch(run_dir, 2)  # its version alone
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_batch(run_dir, 2)

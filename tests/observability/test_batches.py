@@ -1,8 +1,28 @@
 """Recorded batches: whatever a problem's metadata holds comes back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from rl.observability.batches import has_batch, read_batch, write_batch
+from rl.controller.training_batch import TrainingBatch, TrainingGroup
+from rl.observability.batches import VERSION, has_batch, read_batch, write_batch
+from rl.types import Group, Problem, Rollout, Sample, Score, Segment, VersionRange
+
+FIELDS = {
+    TrainingBatch: "groups rollouts filtered means samples_per_unit streamed",
+    TrainingGroup: "samples num_tokens num_sequences",
+    Group: "index rollouts scores",
+    Rollout: "problem segments response stop versions forks messages score counts seconds turn_order",
+    Segment: "tokens sampled logprobs",
+    Score: "reward error parts components turn_components notes cause verdict",
+    Sample: "tokens loss_mask generator_logprobs advantages weights loss_inputs id labels",
+    Problem: "id question answer metadata messages task",
+    VersionRange: "oldest newest",
+}
+"""Of version 1. Where a field comes, goes or is renamed, VERSION goes up by one, so that older files are refused."""
+
+
+def test_what_is_pickled_is_as_its_version_says():
+    assert VERSION == 1
+    assert {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS} == FIELDS
 
 
 def test_classes_and_functions_of_a_recipe_are_read_back_anywhere(tmp_path):
