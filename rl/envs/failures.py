@@ -6,12 +6,12 @@ from pathlib import Path
 from rl.errors import BadReturn, EpisodeFailed, Unavailable, message_of, one_line
 
 
-def failure_of(error: Exception) -> EpisodeFailed:
-    """With its cause (rl/causes.py)."""
+def failure_of(error: Exception, more_memory: str) -> EpisodeFailed:
+    """With its cause (rl/causes.py). more_memory: what to do where the memory was too little."""
     if (known := known_in(error)) is not None:
         return EpisodeFailed(message_of(known), known.cause)
     if isinstance(error, MemoryError):
-        return EpisodeFailed("out of memory; raise env.max_memory_gib", "memory")
+        return EpisodeFailed(f"out of memory; {more_memory}", "memory")
     return EpisodeFailed(described(error), "raised")
 
 

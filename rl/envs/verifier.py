@@ -225,7 +225,7 @@ def _serve() -> None:
             _exit_now(error.code)
         except Exception as error:  # the task's boundary: counted and logged by the controller
             traceback.print_exc()
-            failure = failure_of(error)
+            failure = failure_of(error, "have the reward take less: it may take all that the machine has")
             score = Score(0.0, str(failure), cause=failure.cause)
         send(answers, score)
 

@@ -37,7 +37,7 @@ class WeightStore:
         """Until one more version may be written."""
         await self.changed.wait_for(lambda: self._num_versions(name) < MAX_VERSIONS)
 
-    async def publish(self, name: str, write: Callable[[], Awaitable[Manifest]]) -> Manifest:
+    async def publish(self, name: str, write: Callable[[], Awaitable[Manifest]]) -> None:
         """Call `write` once there is room for a version more; the manifest it returns is then the newest."""
         await self.wait_for_room(name)
         self._writing[name] += 1
@@ -53,7 +53,6 @@ class WeightStore:
         self._versions.setdefault(name, {})[manifest.version] = manifest
         await self._free(name)
         self.changed.notify()
-        return manifest
 
     def newest(self, name: str) -> Manifest | None:
         versions = self._versions.get(name, {})
@@ -85,8 +84,8 @@ class WeightStore:
 
     @property
     def versions(self) -> dict[str, list[PolicyVersion]]:
-        """What exists, by name."""
-        return {name: sorted(versions) for name, versions in self._versions.items()}
+        """What exists, by name, in the order of publishing."""
+        return {name: list(versions) for name, versions in self._versions.items()}
 
     def _num_versions(self, name: str) -> int:
         """With those that are being written."""

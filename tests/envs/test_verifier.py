@@ -30,6 +30,8 @@ class Odd(Env):
         print("a reward that prints does not disturb the answers")
         if response == "raise":
             raise KeyError("gone")
+        if response == "memory":
+            raise MemoryError
         if response == "hang":
             time.sleep(60)
         if response == "exit":
@@ -98,7 +100,7 @@ def test_a_reward_function_can_only_hurt_its_own_sample():
     verifier = Verifier(Odd(), limit_seconds=2)
     try:
         started = time.monotonic()
-        scores = verifier.score([rollout(r) for r in ("0.25", "raise", "hang", "0.5", "exit", "1")])
+        scores = verifier.score([rollout(r) for r in ("0.25", "raise", "hang", "0.5", "exit", "1", "memory")])
         assert time.monotonic() - started < 60  # what one of them sleeps
     finally:
         verifier.close()
@@ -106,6 +108,9 @@ def test_a_reward_function_can_only_hurt_its_own_sample():
     assert "KeyError" in scores[1].error
     assert "over 2 s" in scores[2].error
     assert "code 3" in scores[4].error
+    assert (
+        scores[6].cause == "memory" and "have the reward take less" in scores[6].error
+    )  # it has no such setting
 
 
 def test_a_reward_that_is_not_a_number_closes_its_files_or_starts_programs(tmp_path):

@@ -2,11 +2,14 @@
 
 # holds: exact
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from rl.errors import ConfigError, NotFinite, RunError
@@ -133,6 +136,15 @@ def test_without_a_bound_a_gradient_is_divided_alone():
     assert gradients == [[[300.0, 400.0]]]
 
 
+def test_moments_are_where_their_parameter_is():
+    """What is made without a device lands on the default one: here one without data."""
+    learner = Learner({"layers.0.weight": nn.Parameter(torch.ones(2, 2)), "norm": torch.ones(2)})
+    with torch.device("meta"):
+        state = learner.state()
+    assert {t.device.type for part in state.values() for t in part.values()} == {"cpu"}
+    assert state["layers.0.weight"].keys() == {"value", "step", "exp_avg", "exp_avg_sq"}
+
+
 def test_a_reset_forgets_the_moments_and_the_gradient():
     """Twins, of which one learned something else before."""
     twins = [nn.Parameter(torch.tensor([[1.0, 2.0]])) for _ in range(2)]
@@ -228,3 +240,29 @@ def test_an_adapter_has_a_rank_of_at_least_one(adapters):
     with pytest.raises(ConfigError, match="lora.rank=0 must be at least 1 for an adapter"):
         adapters.add("none", LoRA(0, 1.0, ("q_proj",)))
     assert "none" not in [*adapters]
+
+
+def test_ranks_with_the_same_parameters_add_their_gradients():
+    """Two ranks, each a thread, take the step of one learner that was given the sum."""
+    gradients = [
+        [torch.tensor([[3.0, -1.0]]), torch.tensor([2.0])],
+        [torch.tensor([[1.0, 5.0]]), torch.tensor([4.0])],
+    ]
+    store = dist.HashStore()
+
+    def step(own, group=None):
+        parameters = {
+            name: nn.Parameter(torch.zeros_like(g)) for name, g in zip(("a", "b"), own, strict=True)
+        }
+        learner = Learner(parameters, group)
+        for parameter, gradient in zip(parameters.values(), own, strict=True):
+            parameter.grad = gradient.clone()
+        norm = learner.step(OptimParams(lr=0.1))["grad_norm"]
+        return norm, [parameter.tolist() for parameter in parameters.values()]
+
+    def step_of_rank(rank):
+        return step(gradients[rank], dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20)))
+
+    with ThreadPoolExecutor(2) as ranks:
+        both = list(ranks.map(step_of_rank, range(2)))
+    assert both[0] == both[1] == step([a + b for a, b in zip(*gradients, strict=True)])

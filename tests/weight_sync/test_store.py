@@ -47,6 +47,21 @@ def test_only_the_newest_stays_when_nobody_reads():
     asyncio.run(main())
 
 
+def test_the_same_version_is_published_again_and_an_older_one_refused():
+    """A trainer that died after it had published, and took the step again."""
+
+    async def main():
+        memory = Memory()
+        await memory.publish(3)
+        first = memory.store.newest(MODEL)
+        await memory.publish(3)
+        assert memory.store.newest(MODEL) is not first and memory.there == {(MODEL, 3)}
+        with pytest.raises(RunError, match="version 2 of .* was published after version 3"):
+            await memory.publish(2)
+
+    asyncio.run(main())
+
+
 def test_what_is_read_stays_until_it_was_read_and_the_fourth_version_waits():
     async def main():
         memory = Memory()

@@ -72,7 +72,7 @@ def perform(runner: EpisodeRunner, verb: str, arguments: tuple) -> Any:
     try:
         return verbs[verb](*arguments)
     except Exception as error:  # the task's boundary: counted and logged by the controller
-        failure = failure_of(error)
+        failure = failure_of(error, "raise env.max_memory_gib")
         if failure.cause == "raised":
             traceback.print_exc()
         return failure
