@@ -22,9 +22,9 @@ OWN = {
     "reverse_kl": "reverse KL to the teacher",
 }
 DOCS = Path("docs")
-NOTES = """Held-out accuracy (256 problems, greedy; +- standard error) before and after, from the same warm start of 600 supervised steps;
-SFT starts from random weights, and is the teacher of distillation. One run of each; seconds are the median of its steps. The picture is
-algorithms.png."""
+NOTES = """Held-out accuracy (256 problems, greedy; +- standard error) before and after, each after its own
+warm-up of the same 600 supervised steps; SFT starts from random weights, and is the teacher of distillation.
+One run of each; seconds are the upper median of its steps. The picture is algorithms.png."""
 
 
 def train(recipe: str, run_dir: Path, *settings: str) -> list[dict]:

@@ -44,8 +44,8 @@ def main() -> None:
     notes = f"""Medians (least to most) of {rounds} rounds in turns, forward and backward; the first is left out. `n of l`: sequences that share
 nothing. `groups x samples, prompt + response`: trees.
 
-With bf16, flash's threads take memory for each small matmul. A process that trains has one malloc arena for all of its threads
-(`rl/cluster/environment.py`), for which flash's would contend. So this table is made with eight."""
+This table is made with eight malloc arenas; a process that trains has one for all of its threads
+(`rl/cluster/environment.py`)."""
     write_page(
         "attention", "Attention on a CPU", f"python -m benchmarks.attention --rounds {rounds}", rows, notes
     )

@@ -41,10 +41,11 @@ def slow_user() -> RunConfig:
     return replace(recipe, warmup=WarmupConfig(), resampling_rounds=0, eval_every=10**6, save_every=0)
 
 
-NOTES = """SmolLM2-135M talks three turns, in 256 episodes a step, with a user who takes 0 to 2 s to answer. Trainer and generator share the cores.
-Seconds of a step: median (least to most) of the run's steps but the first and the last, in which generators have
-nothing more to sample. The other columns: mean shares of those steps in which a process was at work, or an environment's code (`user`),
-or nobody."""
+NOTES = """SmolLM2-135M talks at most three turns of 24 tokens, in 256 episodes a step, with a user who takes
+0 to 2 s to answer; an episode ends where a turn is cut off. Trainer and generator share the cores. Seconds of
+a step: median (least to most) of the run's steps but the first, and the last, in which generators of the
+asynchronous run have nothing more to sample. The other columns: mean shares of those steps in which a process
+was at work, or an environment's code (`user`), or nobody."""
 
 
 def main() -> None:

@@ -116,9 +116,10 @@ def main() -> None:
                           f"{cpu / virtual:.0%}"])  # fmt: skip
         print(simulated[-1], flush=True)
     notes = (
-        f"Answers have {tokens} tokens. 16 prompts x 8 samples a step for each generator, which takes {group} s for them\n"
-        f"(log-normal, sigma 0.3); training takes {train} s a step on as many trainers as that needs, publishing {publish} s,\n"
-        f"loading {load} s. Where the last column is over 100%, one core is too little, and the controller is the bottleneck.\n"
+        f"Answers have {tokens} tokens. 16 prompts x 8 samples a step for each generator; each group of 8 takes {group} s\n"
+        f"(the median of a log-normal, sigma 0.3), all at the same time; training takes {train} s a step on as many\n"
+        f"trainers as that needs, publishing {publish} s, loading {load} s. Where the last column is over 100%,\n"
+        "one core is too little, and the controller is the bottleneck.\n"
         "The CPU is the whole process's: tokenising, packing, metrics, rollouts on the disk, TensorBoard."
     )
     flags = f"--tokens {tokens} --generators {' '.join(map(str, options.generators))}"

@@ -1,7 +1,7 @@
 """The controller with long samples: how long packing takes, how late its event loop is meanwhile, bytes a token.
 
 A part of benchmarks/controller_scale.py. Pools, replicas, buffer, training batch, packing, recorder and sinks are the real
-ones, in real time; only the processes are made up. One rollout in ten fails, and is recorded with all its tokens.
+ones, in real time; only the processes are made up. One reward in sixteen fails, and is recorded with all its tokens.
 """
 
 import asyncio
@@ -236,7 +236,7 @@ def section() -> list[str | Rows]:
         f"At niceness {os.nice(0)}. Packing is the plan of the rows; the process that computes a row makes it.",
         rows,
         f"{NUM_GROUPS} groups x {GROUP_SIZE} samples x {NUM_TOKENS:,} tokens, three steps, asynchronous, with a recorder and two sinks\n"
-        "(TensorBoard, MLflow), a tenth of the rewards failed, the next groups arriving meanwhile. The lag while it packs is of the\n"
-        "third step: before it MLflow makes its database.",
+        "(TensorBoard, MLflow), one reward in sixteen failed, the next groups arriving while the first two steps\n"
+        "are packed. The lag while it packs is of the third step: before it MLflow makes its database.",
         [["long samples", "measured"], *facts],
     ]

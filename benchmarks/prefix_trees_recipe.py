@@ -13,11 +13,13 @@ from benchmarks.rl_step import GROUP, PROMPTS, SKIPPED, learning, products
 from benchmarks.runs import median, run
 from rl.config import RunConfig
 
-NOTES = f"""SmolLM2-135M-Instruct on chain_sum, {PROMPTS} prompts x {GROUP} samples, at most 24 new tokens, one update, AdamW at a constant
-2e-5, in {products()}. Groups without an advantage are not computed, so two runs have other tokens to train on: the work of a step is its tokens if
-no prefix was shared (`tokens/computed_unshared`), and runs are compared by seconds of training to a thousand of those, over all
-steps but the first two. An update takes as long however many tokens there are, and is in those seconds. Each seed begins with the
-other way. Seconds are medians of the steps. Accuracy: greedy, of 256 held-out problems (standard error 0.03)."""
+NOTES = f"""SmolLM2-135M-Instruct on chain_sum, {PROMPTS} prompts x {GROUP} samples, at most 24 new tokens,
+one update, AdamW at a constant 2e-5, in {products()}. Groups without an advantage are not computed, so two
+runs may have other tokens to train on: the work of a step is its tokens if no prefix was shared
+(`tokens/computed_unshared`), and runs are compared by seconds of training to a thousand of those, over all
+steps but the first two. An update takes as long however many tokens there are, and is in those seconds. Each
+seed begins with the other way. Seconds are medians of the steps. Accuracy: greedy, of 256 held-out problems
+(standard error 0.03)."""
 
 
 def training_ms(steps: Sequence[Mapping[str, float]]) -> float:

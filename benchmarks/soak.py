@@ -24,8 +24,9 @@ from benchmarks.pages import Rows, machine, write_page
 
 WAYS = {"": {}, ", at most 128 kernels": {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}}
 """Environments of the run: oneDNN keeps 1,024 kernels by default, one for each shape that it meets."""
-NOTES = """Resident memory without what is mapped from /dev/shm. The slope is the median of those between any two moments of the second
-half of the steps. Both runs have the same seed; in the second one oneDNN keeps 128 kernels in place of 1,024. """
+NOTES = """Resident memory without pages of files, libraries and /dev/shm among them. The slope is the median
+of those between any two moments of the second half of the steps. Both runs have the same seed; in the second
+one oneDNN keeps 128 kernels in place of 1,024. """
 
 
 def main() -> None:

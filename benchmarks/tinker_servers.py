@@ -25,12 +25,15 @@ from rl.cluster.machine import has_bfloat16
 CLIENT = Path(__file__).with_name("tinker_client.py")
 CLIENTS, START_SECONDS = 4, 120
 DATA, LENGTH, SAMPLES, NEW_TOKENS = 4, 128, 8, 32
-NOTES = f"""{CLIENTS} LoRA models of rank 8, a client for each, all at the same time. train: forward_backward (cross-entropy, {DATA} data of {LENGTH} tokens) and
-optim_step, sent together; sample: a snapshot of the weights, and {SAMPLES} samples of {NEW_TOKENS} tokens after a prompt of 32. Each server is started
-once a round, and another server begins each round. A server warms up with one client, with two, with three, and with all of them until two
-rounds in a row take about as long as the fastest one. Numbers are medians of the rounds (least to most). `requests`: of all rounds.
-`ours / SkyRL`: both in fp32, of the same round. Ours samples with vLLM. SkyRL samples with its JAX model, by the defaults of its JAX backend: its
-other ways to sample (`external_inference_url`, its backends for GPUs) need a server or a device of their own. Its SDK is the newest that it accepts. SkyRL: commit """
+NOTES = f"""{CLIENTS} LoRA models of rank 8, a client for each, all at the same time. train: forward_backward
+(cross-entropy, {DATA} data of {LENGTH} tokens) and optim_step, sent together; sample: a snapshot of the
+weights, and {SAMPLES} samples of {NEW_TOKENS} tokens after a prompt of 32. Each server is started once a
+round, and another server begins each round. A server warms up with one client, with two, with three, and with
+all of them until two rounds in a row take at most 1.3 times the fastest one, for 3 to 12 rounds. Numbers are
+medians of the rounds (least to most). `requests`: of all rounds. `ours / SkyRL`: both in fp32, of the same
+round. Ours samples with vLLM. SkyRL samples with its JAX model, by the defaults of its JAX backend: its other
+ways to sample (`external_inference_url`, its backends for GPUs) need a server or a device of their own. Its
+SDK is tinker 0.24.1. SkyRL: commit """
 
 
 def measure(python: Path, url: str, key: str, model: str, seconds: int) -> dict[str, dict]:

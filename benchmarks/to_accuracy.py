@@ -20,11 +20,13 @@ from rl.cluster.machine import has_bfloat16
 
 Curve = list[tuple[float, float]]  # (seconds of training, held-out accuracy)
 OURS, TRL = "ours, synchronous", "TRL fed by vLLM, its head patched"
-NOTES = f"""SmolLM2-135M-Instruct on chain_sum until so many of {NUM_EVAL} held-out problems, the same on both sides, are right: {PROMPTS} prompts x {GROUP}
-samples, at most 24 new tokens, one update a step, AdamW at a constant 2e-5, clip 0.2 and 0.28, no KL, no entropy bonus; both compute in
-{products()}. Evaluations are not counted. TRL samples, and is patched, as in [what an RL step costs](rl_step.md); it corrects nothing, and ours
-takes ratios against the generator's logprobs. The crossing is interpolated between the evaluations before and after it; its error is the
-standard error over the seeds. One evaluation has a standard error of 0.04, so a curve may cross early or late by luck.
+NOTES = f"""SmolLM2-135M-Instruct on chain_sum until so many of {NUM_EVAL} held-out problems, the same on both
+sides, are right: {PROMPTS} prompts x {GROUP} samples, at most 24 new tokens, one update a step, AdamW at a
+constant 2e-5, clip 0.2 and 0.28, no KL, no entropy bonus; both have fp32 weights and compute in {products()}.
+Evaluations are not counted. TRL samples, and is patched, as in [what an RL step costs](rl_step.md); it
+corrects nothing, and ours takes ratios against the generator's logprobs. The crossing is interpolated between
+the evaluations before and after it; its error is the standard error over the seeds. One evaluation has a
+standard error of 0.04, so a curve may cross early or late by luck.
 
 ![learning curves](to_accuracy.png)"""
 

@@ -185,7 +185,10 @@ def main() -> None:
         for name in one
         if not name.startswith(skipped)
     )
-    notes.append(f"metrics that differ between the two runs, of all steps: {apart}")
+    notes.append(
+        f"metrics that differ between the two runs, of all steps (but times, idle/*, buffer/* and "
+        f"generators/serving): {apart}"
+    )
     text = "GiB, the most that was seen in each phase before the first checkpoint.\n\n" + "\n".join(
         f"- {note}" for note in notes
     )

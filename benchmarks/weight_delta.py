@@ -31,11 +31,12 @@ RUNS = (
     ("10 Gbit/s", "1e-5", "off"),
 )
 """Link, learning rate, weight_sync.delta."""
-NOTES = """Each row is a run of its own. Sent: bytes that reached the generator's host over those of the whole version, by the generator's log, without
-the first version, which is always whole. Sync: `time/sync` of a step, from the trainer's copy to the last generator that has loaded, without the first
-step's, in which none loads. Runs of one learning rate had
-the same metrics, bit for bit, whether what changed was sent or the whole. Both hosts share the machine's two cores, one each, which make and
-apply the differences too."""
+NOTES = """Each row is a run of its own. Sent: bytes that reached the generator's host over those of the whole
+version, by the generator's log, without the first version, which is always whole. Sync: `time/sync` of a
+step, from the trainer's copy to the last generator that has loaded, without the first step's, in which none
+loads. The runs of 1e-5 had the same metrics, bit for bit but for times and work that was done twice, whether
+what changed was sent or the whole. Both hosts share the machine's two cores, one each, which make and apply
+the differences too."""
 
 
 def of_a_core() -> Rows:

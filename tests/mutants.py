@@ -305,7 +305,7 @@ def page(survived: Sequence[Mutant], drawn: Sequence[Mutant], same: Sequence[Mut
         "",
         f"Made by `make mutants` at {commit[:12]}: {len(drawn)} mutants drawn of all that tests/mutants.py makes; its head says how.",
         f"**{1 - len(survived) / max(1, len(drawn)):.0%}** were noticed; {len(same)} more were drawn that change nothing. "
-        "The modules are those of `[tool.mutants]` in pyproject.toml: neither `rl/cluster` nor most engines are among them.",
+        "The modules are those of `[tool.mutants]` in pyproject.toml: neither `rl/cluster` nor an engine is among them.",
         "",
         "| module | mutants | noticed | share |",
         "|---|---|---|---|",

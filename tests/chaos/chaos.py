@@ -69,13 +69,17 @@ SETTINGS = (
 )
 
 
-NOTES = f"""Runs of 12 steps of the tiny model: synchronous and asynchronous, 1 and 2 trainer ranks, 1 and 2 generators, with a
-critic, with LoRA, by turns; real Monarch, torchtitan and vLLM, a checkpoint every 2 steps. Each suffers up to three kills, at random moments from its
-start to its end. The same run: rollouts and exported weights are those of a run that nothing happened to, and so is every metric but those that tell
-what happened: times (time/*, idle/*), generators/serving and generators/alive, the prompt tokens of work that was done twice (tokens/prompt,
-tokens/prompt_computed), and buffer/*. Of an asynchronous run: every step once, no prompt lost or doubled, the bound on staleness held, and
-what no order of arrival changes: each prompt's problem, the size and learning rate of each step, the problems of each evaluation, the first accuracy. SIGSTOP is acted on after {STOPPED_SECONDS} s here
-(deadlines.progress). A controller is started again by the same command, which takes the rest of the seconds."""
+NOTES = f"""Runs of 12 steps of the tiny model: synchronous and asynchronous, 1 and 2 trainer ranks, 1 and 2
+generators, with a critic, with LoRA, by turns; real Monarch, torchtitan and vLLM, a checkpoint every 2 steps.
+Each suffers up to three kills, at random moments: the first after 10% to 80% of its usual time, each later
+one after a step was recorded since. The same run: rollouts and exported weights are those of a run that
+nothing happened to, and so is every metric but those that tell what happened: times (time/*, idle/*),
+generators/serving and generators/alive, the prompt tokens of work that was done twice (tokens/prompt,
+tokens/prompt_computed), and buffer/*. Of an asynchronous run: every step once, no prompt lost or doubled, the
+bound on staleness held, and what no order of arrival changes: each prompt's problem, the size and learning
+rate of each step, the problems of each evaluation, the first accuracy. A stopped process is given up after
+{STOPPED_SECONDS} s of a call here (deadlines.progress). A controller is started again by the same command,
+which takes the rest of the seconds."""
 
 
 @dataclass

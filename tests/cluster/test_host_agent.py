@@ -120,11 +120,17 @@ def process_leases():
     return [process.environ()[LEASE] for process in all_of_the_run()]
 
 
+def have(*leases):
+    """Whether each has its four processes. One that is about to run its program has its parent's variables, or none."""
+    return all(process_leases().count(lease._id) == 4 for lease in leases)
+
+
 def test_a_lease_knows_the_processes_of_its_run_and_nothing_is_left_of_them(tmp_path):
     async def main():
         async with a_run(tmp_path) as (agent, lease):
             assert (await lease.worker()).startswith("monarch-")
-            assert len(all_of_the_run()) == 4 and shared(tmp_path).is_dir()
+            await until(lambda: have(lease))
+            assert shared(tmp_path).is_dir()
             one, other = lease.born(MESH)
             assert (one.host, is_gone(one), is_stopped(one)) == (agent.address, False, False)
             os.kill(one.pid, signal.SIGSTOP)
@@ -196,18 +202,19 @@ def test_the_next_controller_of_a_run_has_its_hosts_at_once(tmp_path):
 
             for lease in (gone, other):
                 await connect(lease)
-            assert [process_leases().count(lease._id) for lease in (gone, other)] == [4, 4]
+            await until(lambda: have(gone, other))
             async with asyncio.timeout(10):  # and silence is 45 s
                 await connect(following)
-            assert gone._id not in process_leases() and process_leases().count(other._id) == 4
+            assert gone._id not in process_leases()
+            await until(lambda: have(other))
             with pytest.raises(HostUnreachable):
                 await gone._ask({"do": "worker"})
             with pytest.raises(HostRefuses, match="is another controller's of this run by now"):
                 await gone.connect()
-            assert process_leases().count(following._id) == 4  # which that has not touched
+            await until(lambda: have(following))  # which that has not touched
             for lease in (following, other):
                 await lease._ask({"do": "ping"})
-            assert [process_leases().count(lease._id) for lease in (following, other)] == [4, 4]
+            await until(lambda: have(following, other))
             for lease in (following, other):
                 await lease.close()
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.integration.runs import ROOT
 from tests.needs import need
-from tests.tinker.cookbook import KILLED, RUNS, prepare, run, serving
+from tests.tinker import cookbook  # whose server keeps its records in SQLite
+from tests.tinker.cookbook import KILLED, RUNS, prepare, run
 
 MODEL_DIR = ROOT / "models" / "smollm2-135m-instruct"
 LEFT_OUT = {
@@ -32,6 +33,6 @@ def test_recipes_of_the_cookbook_run_to_their_end(tmp_path):
             good, output = run(name, tmp_path, url, key)
             assert good, (name, output[-3000:])
 
-    with serving(MODEL_DIR, tmp_path) as (url, key), ThreadPoolExecutor(2) as pool:
+    with cookbook.serving(MODEL_DIR, tmp_path) as (url, key), ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(run_all, names, url, key) for names in in_order]:
             done.result()
