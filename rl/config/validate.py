@@ -18,7 +18,7 @@ from rl.envs.chat.env import ChatEnv
 from rl.errors import ConfigError
 from rl.fields import check_fields
 from rl.models.hf import max_positions
-from rl.models.hf_checks import check_rope_is_fixed, check_supported, check_unquantized
+from rl.models.hf_checks import check_dropout, check_rope_is_fixed, check_supported, check_unquantized
 from rl.models.layout import Layout
 from rl.observability.silence import break_silence
 from rl.owned_directory import SHARED_MEMORY
@@ -131,6 +131,8 @@ def _models_against_layouts(config: RunConfig, command: Command) -> list[str]:
         elif config.trainer.engine == "hf":
             try:
                 check_rope_is_fixed(hf, min(max_positions(hf), config.max_seq_len))
+                if config.trainer.dropout and name == "trainer.layout":
+                    check_dropout(hf)
             except ConfigError as error:
                 problems.append(str(error))
         limit = min(max_positions(hf), config.max_seq_len)

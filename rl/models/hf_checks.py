@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _OF_LAYERS = (*_OF_EXPERTS, "intermediate_size", "moe_intermediate_size")
 """A list where layers differ."""
 _MOST_LAYERS = 10_000  # transformers makes a list as long
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
+_OF_OTHER_HEADS = re.compile("classif|summary|qa_")
 _OBJECTS = ("rope_scaling", "rope_parameters", "text_config", "quantization_config")
 
 
@@ -99,10 +101,16 @@ def check_supported(config: dict[str, Any]) -> None:
         raise ConfigError(
             f"config.json has hidden_act={activation!r}, which is not supported; use a model with 'silu'"
         )
-    if (kind := rope_parameters(config)["rope_type"]) not in ("default", "llama3"):
+    rope = rope_parameters(config)
+    if (kind := rope["rope_type"]) not in ("default", "llama3"):
         raise ConfigError(
             f"config.json has rope_type={kind!r}, which is not supported; "
             f"use a model with 'default' or 'llama3'"
+        )
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if part != 1.0:
+        raise ConfigError(
+            f"config.json has partial_rotary_factor={part}, which is not supported; use a model without it"
         )
     needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps"]
     needed += ["intermediate_size", "max_position_embeddings"]
@@ -113,6 +121,19 @@ def check_supported(config: dict[str, Any]) -> None:
     if lists := [key for key in _OF_LAYERS if isinstance(config.get(key), list)]:
         raise ConfigError(
             f"config.json has {lists[0]} of each layer, which is not supported; set trainer.engine=hf"
+        )
+
+
+def check_dropout(config: dict[str, Any]) -> None:
+    """Raises ConfigError where the model has no dropout, by config.json and transformers' defaults."""
+    from transformers import AutoConfig
+
+    settings = AutoConfig.for_model(**text_config(config)).to_dict()
+    rates = [value for name, value in settings.items() if "drop" in name and not _OF_OTHER_HEADS.search(name)]
+    if not any(isinstance(rate, int | float) and rate > 0 for rate in rates):
+        raise ConfigError(
+            "trainer.dropout=True has no effect, because the model has no dropout; leave it out, or give "
+            "config.json a rate, as attention_dropout"
         )
 
 

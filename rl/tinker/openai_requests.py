@@ -73,6 +73,8 @@ class SamplingRequest(BaseModel):
         for name, value in sorted((self.model_extra or {}).items()):
             if name not in _IGNORED and not (name in _NEUTRAL and value == _NEUTRAL[name]):
                 raise UserError(f"{name[:80]} is not offered here; leave it out")
+        for name in sorted((self.stream_options or {}).keys() - {"include_usage", "include_obfuscation"}):
+            raise UserError(f"stream_options.{name[:80]} is not offered here; leave it out")
         if not 1 <= self.n * self.num_prompts <= max_samples:
             raise UserError(
                 f"n={self.n} of {self.num_prompts} prompts; 1 to {max_samples} answers are offered"
@@ -89,6 +91,11 @@ class ChatRequest(SamplingRequest):
     tools: list[Tool] = []
     tool_choice: str | Choice | None = None
     parallel_tool_calls: bool = True
+
+    def check(self, max_samples: int) -> None:
+        super().check(max_samples)
+        if self.top_logprobs and not self.logprobs:
+            raise UserError(f"top_logprobs={self.top_logprobs} has no effect without logprobs=true; set it")
 
     @property
     def num_characters(self) -> int:

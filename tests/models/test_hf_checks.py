@@ -1,12 +1,14 @@
 """What of a public model's config.json is taken, and what is refused."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from rl.errors import ConfigError
 from rl.models.decoder_config import model_spec
 from rl.models.experts import expert_width, num_experts
 from rl.models.hf import max_positions
-from rl.models.hf_checks import check_config, check_supported
+from rl.models.hf_checks import check_config, check_dropout, check_supported
 from rl.plan.model_shape import ModelShape
 
 QWEN3_MOE = {
@@ -81,3 +83,22 @@ def test_experts_heads_and_positions_are_there_where_a_config_leaves_them_out_or
     shapes = {name: tuple(p.shape) for name, p in config.build().named_parameters()}
     assert shapes["layers.0.attention.qkv_linear.wk.weight"] == (64, 64)  # 4 heads of 16
     assert shapes["tok_embeddings.weight"] == shapes["lm_head.weight"] == (256, 64)  # not tied
+
+
+@pytest.mark.parametrize(
+    ("hf", "has"),
+    [
+        ({"model_type": "qwen2"}, False),
+        ({"model_type": "qwen2", "attention_dropout": 0.1}, True),
+        ({"model_type": "gpt2"}, True),  # by transformers' default
+        ({"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, False),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, False),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "attention_dropout": 0.1}},
+            True,
+        ),
+    ],
+)
+def test_dropout_is_refused_of_a_model_that_has_none(hf, has):
+    with nullcontext() if has else pytest.raises(ConfigError, match="has no dropout; leave it out"):
+        check_dropout(hf)

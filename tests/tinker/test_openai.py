@@ -338,6 +338,8 @@ REFUSED = [
     ),
     ({"functions": []}, "functions is not offered here; leave it out"),
     ({"frequency_penalty": 0.5}, "frequency_penalty is not offered here"),
+    ({"stream_options": {"foo": 1}}, "stream_options.foo is not offered here; leave it out"),
+    ({"top_logprobs": 2}, "top_logprobs=2 has no effect without logprobs=true; set it"),
     ({"temperature": -1}, "temperature=-1.0; it has to be 0 to 100"),
     ({"max_tokens": 0}, "max_tokens=0; it has to be at least 1"),
     ({"n": 0}, "n=0 of 1 prompts"),
