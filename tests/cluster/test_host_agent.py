@@ -855,7 +855,7 @@ def test_a_lease_keeps_its_directory_whoever_asked_beside_it_while_one_before_en
 
     def slowly(run):
         if run._kept._exit_callbacks:
-            time.sleep(1)
+            time.sleep(0.4)
         remove(run)
 
     monkeypatch.setattr(hosted_run.HostedRun, "_remove", slowly)
@@ -865,15 +865,15 @@ def test_a_lease_keeps_its_directory_whoever_asked_beside_it_while_one_before_en
             first, cancelled, last = (a_lease(agent.address, tmp_path) for _ in range(3))
             await first.connect()
             first._writer.close()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             asking = asyncio.create_task(cancelled.connect())
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await last.connect()
             for _ in range(8):
                 await last.ping()
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.15)
             assert last.is_held and shared(tmp_path).is_dir() and is_owned(shared(tmp_path))
             await last.close()
             async with asyncio.timeout(10):

@@ -14,6 +14,8 @@ from tests.plan.changes import CLUSTERS, GOLDEN, cases, digest, models, recipes,
 
 RECIPES = recipes()
 EXPECTED = json.loads(GOLDEN.read_text())
+AS_GRPO = ("dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp")
+"""Differ from grpo in what no Plan reads, but for the changes that are drawn for each."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,10 @@ def sizes(tmp_path_factory):
     return models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in AS_GRPO else name for name in RECIPES],
+)
 def test_a_recipe_comes_to_what_it_came_to(name, sizes):
     """A change that is meant: `python -m tests.plan.changes`."""
     assert digest(name, RECIPES[name], sizes) == EXPECTED[name]
