@@ -42,7 +42,7 @@ class SharedVersions(threading.Thread):
 
 
 def rl(*arguments, timeout=400, directory=ROOT):
-    """A run to its end, with `versions_seen`: the names of what it published in shared memory.
+    """A run to its end.
 
     directory: where it is started, as the `rl` command is: no module is taken from there.
 
@@ -57,9 +57,7 @@ def rl(*arguments, timeout=400, directory=ROOT):
         if process.poll() is None:
             process.kill()
     assert versions.most <= MAX_VERSIONS, versions.most
-    done = subprocess.CompletedProcess(arguments, process.returncode, output, errors)
-    done.versions_seen = versions.seen
-    return done
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 def start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, module="rl.cli", directory=ROOT):
