@@ -73,6 +73,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise ConfigError(f"no {'recipe' if flags else 'model'} is named; {_USAGE}")
     model, recipes, rest = whole(rest[0]), rest[1:flags], rest[flags:]
     configs = {name: _config(model, name, rest) for name in recipes}
+    if len(run_dirs := {config.run_dir for config in configs.values()}) > 1:
+        names = ", ".join(sorted(filter(None, run_dirs)))
+        raise ConfigError(f"the recipes have several directories ({names}); name one with --run_dir")
     for name, config in configs.items():
         with modules_of(source_of(name)):
             count = _trained_on(Path(model), config.env)

@@ -397,3 +397,19 @@ def test_a_recorded_batch_that_is_damaged_or_of_another_version_is_refused_befor
     check_batch(run_dir, 2)  # its version alone
     with pytest.raises(ConfigError, match="is damaged"):
         read_batch(run_dir, 2)
+
+
+def test_recipes_with_several_directories_are_refused(tmp_path, monkeypatch):
+    QUICKSTART.model.materialize(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("here", "there"):
+        (tmp_path / f"{name}.py").write_text(
+            "from dataclasses import replace\nfrom rl.configs.quickstart import quickstart\n"
+            f"def {name}():\n    return replace(quickstart(), run_dir='out/{name}')\n"
+        )
+    draw_once("titan", tmp_path / "model", 1)
+    with pytest.raises(
+        ConfigError, match=r"several directories \(out/here, out/there\); name one with --run_dir"
+    ):
+        evaluate([str(tmp_path / "model"), "here.py", "there.py"])
+    assert not (tmp_path / "out").exists()

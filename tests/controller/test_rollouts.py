@@ -47,6 +47,7 @@ def test_nothing_stays_of_a_prompt_that_has_started(seed):
                 await asyncio.sleep(0)
             group = await rollouts.train_group(index, Sampler())
             assert group.rollouts[0].problem == rollouts._train_prompt(index).problem
+            assert group.scores == (Score(1.0), Score(1.0))
 
     async def main():
         order = [*range(NUM_PROMPTS), *rng.sample(range(NUM_PROMPTS), 4)]
