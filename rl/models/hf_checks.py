@@ -107,8 +107,8 @@ def check_supported(config: dict[str, Any]) -> None:
             f"config.json has rope_type={kind!r}, which is not supported; "
             f"use a model with 'default' or 'llama3'"
         )
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if part != 1.0:
+    part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if part not in (None, 1.0):
         raise ConfigError(
             f"config.json has partial_rotary_factor={part}, which is not supported; use a model without it"
         )

@@ -102,3 +102,11 @@ def test_experts_heads_and_positions_are_there_where_a_config_leaves_them_out_or
 def test_dropout_is_refused_of_a_model_that_has_none(hf, has):
     with nullcontext() if has else pytest.raises(ConfigError, match="has no dropout; leave it out"):
         check_dropout(hf)
+
+
+@pytest.mark.parametrize(("part", "is_refused"), [(0.5, True), (1.0, False), (None, False)])
+def test_a_rope_of_part_of_a_head_is_refused_wherever_it_is_written(part, is_refused):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
+    for hf in ({"partial_rotary_factor": part}, {"rope_parameters": rope}):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor=0\.5") if is_refused else nullcontext():
+            check_supported(QWEN3_MOE | hf)
