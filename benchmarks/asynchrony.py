@@ -29,10 +29,10 @@ PINNED = {
 }
 NOTES = """Without the demonstrations (`--warmup.steps 0`); no measured step has an evaluation or a
 checkpoint. Seconds of a step: median of the rounds' means (least to most), without each run's first two steps
-and its last. `ratio`: steps/s against the synchronous run of the same kind in the same round. The other
-columns: seconds of a step in which that kind of work was under way (medians of the steps); kinds overlap
-where actors work at the same time. `controller`: no process had anything to do. `sync blocks`: share of the
-step for which publishing weights held up training.
+and its last. `ratio`: steps/s against the synchronous run of the same kind in the same round. The columns of
+kinds of work: seconds of a step in which that kind was under way (medians of the steps); kinds overlap where
+actors work at the same time. `controller`: no process had anything to do. `sync blocks`: share of the step
+for which publishing weights held up training.
 
 Answers are short here. With `drain` they finish before new weights are loaded; in flight, each goes on with
 new weights, and what it has so far is computed again."""

@@ -41,7 +41,7 @@ def main() -> None:
             ratio = statistics.median(flash) / statistics.median(blocks)
             rows.append([what, name, spread(flash, 1), spread(blocks, 1), f"{ratio:.2f}"])
             print(rows[-1], flush=True)
-    notes = f"""Medians (least to most) of {rounds} rounds in turns, forward and backward; the first is left out. `n of l`: sequences that share
+    notes = f"""Medians (least to most) of {rounds} rounds in turns, forward and backward, after one that is left out. `n of l`: sequences that share
 nothing. `groups x samples, prompt + response`: trees.
 
 This table is made with eight malloc arenas; a process that trains has one for all of its threads

@@ -21,10 +21,11 @@ _PLACES = 64
 _TURN_SECONDS = 0.03
 
 
-NOTES = f"""{_NUM_EPISODES} episodes of two tool calls of 0 to 2 s each, all under way at a time, with a stand-in for the generator ({1000 * _TURN_SECONDS:.0f} ms a turn,
-{_PLACES} places). Medians of the rounds (least to most). The tools alone take 2 s on average and 4 at most. The agents' seconds are their
-own: {_NUM_EPISODES} processes that make OpenAI clients. What such a client loads at its first request is loaded once, before episodes fork
-(`AgentEnv.prepare`)."""
+NOTES = f"""{_NUM_EPISODES} episodes of two tool calls of 0 to 2 s each, all under way at a time, with a
+stand-in for the generator ({1000 * _TURN_SECONDS:.0f} ms a turn, {_PLACES} places). Seconds and CPU: medians
+of the rounds (least to most); places in use: the most of any. The tools alone take 2 s on average and 4 at
+most. The agents' seconds are their own: {_NUM_EPISODES} processes that make OpenAI clients. What such a
+client loads at its first request is loaded once, before episodes fork (`AgentEnv.prepare`)."""
 _WAYS = {"the turn loop": "in-process", "agents on OpenAI's client": "endpoint"}
 
 

@@ -19,7 +19,7 @@ runs may have other tokens to train on: the work of a step is its tokens if no p
 (`tokens/computed_unshared`), and runs are compared by seconds of training to a thousand of those, over all
 steps but the first two. An update takes as long however many tokens there are, and is in those seconds. Each
 seed begins with the other way. Seconds are medians of the steps. Accuracy: greedy, of 256 held-out problems
-(standard error 0.03)."""
+(standard error at most 0.03)."""
 
 
 def training_ms(steps: Sequence[Mapping[str, float]]) -> float:
