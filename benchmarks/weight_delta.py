@@ -33,10 +33,10 @@ RUNS = (
 """Link, learning rate, weight_sync.delta."""
 NOTES = """Each row is a run of its own. Sent: bytes that reached the generator's host over those of the whole
 version, by the generator's log, without the first version, which is always whole. Sync: `time/sync` of a
-step, from the trainer's copy to the last generator that has loaded, without the first step's, in which none
-loads. The runs of 1e-5 had the same metrics, bit for bit but for times and work that was done twice, whether
-what changed was sent or the whole. Both hosts share the machine's two cores, one each, which make and apply
-the differences too."""
+step: the seconds in which the trainer copied a version or the generator loaded the one before; without the
+first step's, in which none loads. The runs of 1e-5 had the same metrics, bit for bit but for times and work
+that was done twice, whether what changed was sent or the whole. Both hosts share the machine's two cores, one
+each, which make and apply the differences too."""
 
 
 def of_a_core() -> Rows:
