@@ -62,14 +62,22 @@ def give_way_often() -> None:
     sys.setswitchinterval(0.001)
 
 
-async def in_thread(function: Callable[[], T]) -> T:
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """What the function returns or raises, computed beside the event loop. A cancelled caller does not wait.
 
     The result does not pass through the futures: those are chained in a cycle, which would keep it until the
-    next garbage collection.
+    next garbage collection. Nor does StopIteration, as of `next()` on an empty iterator: a future that is
+    given it never ends. It is a RuntimeError, as where a coroutine raises it.
     """
     results: list[T] = []
-    await asyncio.to_thread(lambda: results.append(function()))
+
+    def run() -> None:
+        try:
+            results.append(function(*arguments))
+        except StopIteration as error:
+            raise RuntimeError("a function raised StopIteration") from error
+
+    await asyncio.to_thread(run)
     return results.pop()
 
 

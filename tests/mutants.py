@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -57,6 +57,7 @@ class Mutant:
     after: str
     statement: int  # the first line of the innermost one that holds it; 0: it runs at import
     text: str  # of its first line
+    number: int = 1  # of those that are alike on the line
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.kind} | {_short(self.before)} -> {_short(self.after)}"
@@ -64,9 +65,8 @@ class Mutant:
     @property
     def name(self) -> str:
         """With the line's text in place of its number, which moves."""
-        return (
-            f"{self.path} {self.kind} | {_short(self.before)} -> {_short(self.after)} | {_short(self.text)}"
-        )
+        kind = self.kind if self.number == 1 else f"{self.kind} {self.number}"
+        return f"{self.path} {kind} | {_short(self.before)} -> {_short(self.after)} | {_short(self.text)}"
 
     def of(self, source: bytes) -> bytes:
         return source[: self.start] + self.after.encode() + source[self.end :]
@@ -97,7 +97,12 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
             continue
         if changed:
             made.append(mutant)
-    return sorted(set(made))
+    alike: Counter[tuple[object, ...]] = Counter()
+    numbered = []
+    for mutant in sorted(set(made)):
+        alike[key := (mutant.line, mutant.kind, mutant.before, mutant.after)] += 1
+        numbered.append(replace(mutant, number=alike[key]))
+    return numbered
 
 
 def _bodies(tree: ast.AST) -> Iterator[tuple[reached.Position, reached.Position]]:
@@ -338,9 +343,9 @@ def main() -> int:
     options = parser.parse_args()
     by_file = modules()
     every = [mutant for file in by_file for mutant in mutants_of(file, (ROOT / file).read_bytes())]
-    names = {mutant.name for mutant in every}
-    if stale := [name for name in equivalent() if name not in names]:
-        raise ValueError(f"{EQUIVALENT.name} names what is no mutant any more: {stale}")
+    names = Counter(mutant.name for mutant in every)
+    if stale := [name for name in equivalent() if names[name] != 1]:
+        raise ValueError(f"{EQUIVALENT.name} names what is no mutant any more, or several: {stale}")
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()

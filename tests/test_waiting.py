@@ -17,7 +17,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 
 from rl.actors.remote import Caller, Deadline, ProcessDied
 from rl.errors import RunError
-from rl.waiting import beside, finish_all, together, within
+from rl.waiting import beside, finish_all, in_thread, together, within
 
 ROOT = Path(__file__).parent.parent
 SLACK_SECONDS = 0.5  # for a last look, also in pieces
@@ -392,5 +392,17 @@ def test_a_deadline_after_an_interrupt_is_a_deadline(monkeypatch):
             task.cancel()
             await asyncio.wait([task])
             task.result()
+
+    asyncio.run(main())
+
+
+def test_stop_iteration_in_a_thread_ends_the_wait():
+    """As of `next()` on an empty iterator in a user's own function: no future takes it."""
+
+    async def main():
+        with pytest.raises(RuntimeError, match="a function raised StopIteration"):
+            async with asyncio.timeout(10):
+                await in_thread(next, iter([]))
+        assert await in_thread(max, 1, 3) == 3
 
     asyncio.run(main())

@@ -337,3 +337,11 @@ def test_a_batch_without_tokens_has_every_loss_input_empty():
     one = torch.zeros(1)
     with pytest.raises(RunError, match="'ref_logprobs', which the samples do not carry"):
         TokenInputs(one, one, one, one.long()).loss_input("ref_logprobs")
+
+
+def test_a_chosen_response_that_the_policy_cannot_write_has_an_infinite_loss():
+    """NaN, as 0 times infinity, would not say so."""
+    logprobs = torch.tensor([-math.inf, -1.0])
+    ones, ids = torch.ones(2), torch.tensor([0, 1])
+    inputs = TokenInputs(logprobs, ones, ones, ids, {"ref_logprobs": torch.tensor([-1.0, -1.0])})
+    assert DPO()(logprobs, inputs).loss.item() == math.inf

@@ -2,6 +2,7 @@
 
 # holds: exact
 
+import io
 import json
 import os
 import subprocess
@@ -97,6 +98,14 @@ def test_lines_reach_a_standard_error_that_the_body_redirects(capfd):
         os.close(kept)
         os.close(nowhere)
     assert "s: a redirect\n" in capfd.readouterr().err
+
+
+def test_lines_are_seen_at_once_where_standard_error_is_no_file(monkeypatch):
+    told = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(told))
+    with break_silence("no file"):
+        time.sleep(0.5)
+        assert b"s: no file" in told.getvalue()
 
 
 def test_a_closed_standard_error_is_no_error():

@@ -27,6 +27,7 @@ from rl.types import (
     StopReason,
     VersionRange,
 )
+from rl.waiting import in_thread
 
 
 @dataclass(frozen=True)
@@ -107,19 +108,19 @@ class _HereEpisode:
     runner: EpisodeRunner
 
     async def begin(self) -> Opening:
-        return await asyncio.to_thread(self.runner.begin)
+        return await in_thread(self.runner.begin)
 
     async def step(self, message: Message, malformed: Sequence[str], tokens: Sequence[int]) -> Reply:
-        reply = await asyncio.to_thread(self.runner.step, message, malformed, tokens)
+        reply = await in_thread(self.runner.step, message, malformed, tokens)
         return replace(reply, score=await self.score()) if reply.done else reply
 
     async def act(self, base_url: str, api_key: str) -> None:
         await self.begin()
-        await asyncio.to_thread(self.runner.act, base_url, api_key)
+        await in_thread(self.runner.act, base_url, api_key)
 
     async def score(self, *end: Any) -> Score:
-        score = score_of(await asyncio.to_thread(self.runner.reward, *end))
+        score = score_of(await in_thread(self.runner.reward, *end))
         return replace(score, notes=dict(self.runner.episode.notes))
 
     async def score_group(self, members: Sequence[EndedEpisode]) -> list[Score]:
-        return [score_of(r) for r in await asyncio.to_thread(self.runner.reward_group, members)]
+        return [score_of(r) for r in await in_thread(self.runner.reward_group, members)]
