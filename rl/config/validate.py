@@ -51,14 +51,7 @@ def validate(
         with break_silence(f"making problems of {type(config.env).__name__}"):
             env_problems = check_env(config)
         problems += env_problems
-    # What a command does not read cannot be changed by its flags either.
-    if command != "eval":
-        problems += check_algorithm(config) + without_effect(config)
-    if command != "replay":
-        problems += check_judge(config)
-    problems += check_replay(config)
-    if not all(0 <= beta < 1 for beta in config.trainer.betas):
-        problems.append(f"trainer.betas={config.trainer.betas} must lie in [0, 1)")
+    problems += check_settings(config, command)
     model_problems = config.model.validate()
     problems += model_problems
     if not model_problems:
@@ -74,7 +67,7 @@ def validate(
             for env in config.env.made_of
             for text in config.model.not_one_token(env.stop)
         ]
-    problems += _engine(config, command) + why_no_plan(config, command, cluster, not model_problems)
+    problems += why_no_plan(config, command, cluster, not model_problems)
     if config.resume:
         problems += check_resume(config, "reference" not in NOT_STARTED[command])
     if SHARED_MEMORY.is_dir() and not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
@@ -87,6 +80,20 @@ def validate(
     if not problems:  # with the model that all of the above holds for
         problems += check_texts(config)
     return problems
+
+
+def check_settings(config: RunConfig, command: Command) -> list[str]:
+    """What is wrong with the settings, whatever the model, the data and the machine are. Reads no file."""
+    problems = []
+    # What a command does not read cannot be changed by its flags either.
+    if command != "eval":
+        problems += check_algorithm(config) + without_effect(config)
+    if command != "replay":
+        problems += check_judge(config)
+    problems += check_replay(config)
+    if not all(0 <= beta < 1 for beta in config.trainer.betas):
+        problems.append(f"trainer.betas={config.trainer.betas} must lie in [0, 1)")
+    return problems + _engine(config, command)
 
 
 def check_texts(config: RunConfig) -> list[str]:

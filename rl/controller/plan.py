@@ -9,6 +9,7 @@ from rl.command_flags import flag_name, take_switch, take_value
 from rl.config.flags import override
 from rl.config.recipes import load_recipe
 from rl.config.settle import check_models_read, cluster_of, plan_or_problems
+from rl.config.validate import check_settings
 from rl.errors import ConfigError, check_version
 from rl.plan.cluster import parse_cluster
 from rl.plan.show import PLAN, differences, plan_json, show
@@ -22,7 +23,7 @@ _USAGE = (
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Print the plan. Returns 0 where the run fits, 1 where it does not. Raises ConfigError."""
+    """Print the plan. Returns 0 where the run fits, 1 where it does not or is refused. Raises ConfigError."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -40,8 +41,11 @@ def plan(arguments: Sequence[str]) -> int:
     config = config.without_weights()
     hosts = parse_cluster(cluster, look_at_host()) if cluster else cluster_of(config)
     before = _read(Path(run)) if run else None
+    problems = check_settings(config, "train")
     result = plan_or_problems(config, "train", hosts)
-    if isinstance(result, Plan):
+    if isinstance(result, list):
+        problems += result
+    elif not problems:
         if as_json:
             print(json.dumps(plan_json(result), indent=1))
         else:
@@ -50,9 +54,9 @@ def plan(arguments: Sequence[str]) -> int:
         return 0
     check_models_read(config, "train")
     if as_json:
-        print(json.dumps({"version": VERSION, "problems": result}, indent=1))
+        print(json.dumps({"version": VERSION, "problems": problems}, indent=1))
     else:
-        print("\n".join([f"{recipe} on {hosts}", *(f"problem: {line}" for line in result)]))
+        print("\n".join([f"{recipe} on {hosts}", *(f"problem: {line}" for line in problems)]))
     return 1
 
 

@@ -12,6 +12,7 @@ from rl.command_flags import asks_for_help, flag_name, is_flag, take_switch, tak
 from rl.config.flags import override, settings_of, show_help
 from rl.config.recipes import from_anywhere, load_recipe
 from rl.config.settle import plan_or_problems
+from rl.config.validate import check_settings
 from rl.controller.plan import describe
 from rl.errors import ConfigError
 from rl.fields import check_fields
@@ -62,6 +63,7 @@ def submit(recipe_name: str, arguments: Sequence[str]) -> int:
             f"write --resume '', and begin the run outside of the job, which then goes on with it: "
             f"rl train {recipe_name} --run_dir D --resume {config.resume}"
         )
+    problems += check_settings(config, "train")
     if problems:
         raise ConfigError("\n".join(problems))
     job = getattr(jobs, launcher)

@@ -350,6 +350,7 @@ REFUSED = {
     ("--launcher", "slurm", "--slurm.nodez", "2"): ["unknown setting --slurm.nodez; did you mean --slurm.nodes?"],
     ("--launcher", "slurm", "--slurm.nodes", "0"): ["slurm.nodes=0 must be at least 1"],
     ("--launcher", "slurm", "--slurm.nodes", "two"): ["--slurm.nodes two must be a whole number"],
+    (*SLURM, "--trainer.lora.alpha", "8"): ["trainer.lora.targets have no effect with trainer.lora.rank=0; set a rank"],
     (*SLURM, "--kubernetes.nodes", "2"): ["--kubernetes.nodes has no effect with --launcher slurm; leave it out"],
     (*SLURM, "--hosts", "a:1"): ["--hosts has no effect here: the scheduler chooses hosts; leave it out"],
     (*SLURM, "--resume", "latest"): ["--resume has no effect here: a job goes on from the newest checkpoint"],

@@ -107,6 +107,17 @@ def test_what_does_not_fit_is_json_too(capsys):
     assert problem.startswith("2 processes (trainer 1 + generator 1) need a GPU each")
 
 
+@pytest.mark.parametrize("words", [["plan", "quickstart"], ["train", "quickstart", "--dry_run"]])
+def test_settings_that_a_run_refuses_are_no_plan(words, capsys):
+    """All problems at once, those of the settings before those of the cluster."""
+    flags = ["--trainer.lora.alpha", "8", "--trainer.betas", "2", "2", "--generator.num_replicas", "999"]
+    assert _dispatch([*words, *flags, "--cluster", "1xH100-80"]) == 1
+    _, betas, lora, too_many = capsys.readouterr().out.splitlines()
+    assert betas == "problem: trainer.betas=(2.0, 2.0) must lie in [0, 1)"
+    assert "trainer.lora.targets have no effect with trainer.lora.rank=0" in lora
+    assert "processes are more than this machine can hold" in too_many
+
+
 def test_a_run_and_what_it_would_be_elsewhere(capsys, tmp_path):
     run = str(tmp_path)
     write_plan(tmp_path / "plan.json", settle(quickstart(), cluster=cluster("1xH100-80")))
