@@ -207,10 +207,13 @@ class Recorder:
         waited_since: float | None = -math.inf,
     ) -> None:
         """waited_since: when, of `now`, training began to wait for it: the time since is no step's. None: it
-        went on."""
+        went on.
+
+        Its metrics are written last: a run that goes on does not repeat an evaluation that has them.
+        """
         self.accuracies[step] = metrics["eval/accuracy"], metrics["eval/standard_error"]
-        self._record(step, metrics)
         self.rollouts(step, "eval", groups)
+        self._record(step, metrics)
         tasks = {name: value for name, value in metrics.items() if name.startswith("eval/accuracy/")}
         of_each = ", ".join(
             f"{name.removeprefix('eval/accuracy/')} {value:.3f}" for name, value in tasks.items()

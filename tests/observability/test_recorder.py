@@ -310,6 +310,25 @@ def test_only_the_disk_ends_a_run_and_not_what_an_environment_noted(tmp_path, mo
     assert first["notes"] == {"x": "<NoJSON>"}
 
 
+def test_an_evaluation_has_its_rollouts_before_its_metrics(tmp_path, monkeypatch):
+    """Killed in between, it happens again; the other way round its rollouts would be lost."""
+    write, before = RolloutLog.write, []
+
+    def watched(log, number, split, rows):
+        before.append((split, steps_in(tmp_path)))
+        write(log, number, split, rows)
+
+    monkeypatch.setattr(RolloutLog, "write", watched)
+
+    async def main():
+        async with Recorder(tmp_path, 9, Timeline(), Sinks({})) as recorder:
+            for number in (1, 2):
+                recorder.evaluation(number, EVALUATION, [group(1, 0)])
+
+    asyncio.run(main())
+    assert before == [("eval", []), ("eval", [1])] and steps_in(tmp_path) == [1, 2]
+
+
 def test_how_many_failed_and_how_many_of_them_are_recorded(tmp_path):
     out = io.StringIO()
 

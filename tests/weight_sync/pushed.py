@@ -10,8 +10,8 @@ import pickle
 import socket
 import struct
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,8 @@ class _Process:
         self.is_receiver, self.counts = False, {"pushed": 0, "pulled": 0}
         self.address = str(directory / f"{os.getpid()}.socket")
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.address)
+        with _short(self.address) as address:
+            self._listener.bind(address)
         self._listener.listen(64)
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -120,10 +121,22 @@ class _Process:
                 _send(connection, b"" if buffer is None else buffer.numpy())
 
 
+@contextmanager
+def _short(address: str) -> Iterator[str]:
+    """Another name of a socket: of a path it takes 107 bytes, and a directory for temporary files may have more."""
+    directory, name = os.path.split(address)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
 def _ask(address: str, question: tuple[str, str], data: memoryview | None = None) -> bytearray:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_SECONDS)
-        connection.connect(address)
+        with _short(address) as name:
+            connection.connect(name)
         _send(connection, pickle.dumps(question))
         if data is not None:
             _send(connection, data)
