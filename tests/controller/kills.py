@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from rl.cluster import hosts
 from rl.config import CriticConfig, ReferenceConfig, RunConfig
 from rl.config.validate import validate
 from rl.controller import run as run_module
@@ -32,6 +33,7 @@ from rl.observability.recorder import Recorder
 from rl.observability.sinks import TrackingConfig
 from tests.config.test_settings_effect import small
 from tests.controller import fakes
+from tests.plans import AMPLE
 
 SETTINGS = {
     "plain": {"keep_checkpoints": 1},
@@ -159,6 +161,7 @@ def with_fakes(config: RunConfig) -> None:
 
     fakes.FakeEngine = Engine
     run_module.launch = launch
+    hosts.look_at_host = lambda: AMPLE.hosts[0]  # one core has no room for five processes
     run_module.rehearse = lambda *_: SimpleNamespace(problems=[], takes=())
     run_module.give_way_often = lambda: None
     Recorder.draw_curve = fakes.no_picture

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from configs.quickstart import quickstart
 from rl.actors.actors import Revival
 from rl.actors.remote import EngineDied
+from rl.cluster import hosts
 from rl.config import ReferenceConfig, WarmupConfig
 from rl.config.rehearsal import Rehearsal
 from rl.controller import abandoned
@@ -30,6 +31,7 @@ from rl.loss.kl import KL
 from rl.models.checkpoint_dir import RECORD, latest, newest_first, prune, rename
 from rl.observability.recorder import Recorder
 from tests.controller.fakes import FakeEngine, fake_actors, no_picture
+from tests.plans import AMPLE
 
 DAMAGES = {
     "a quick look shows it": lambda path: (path / "record.json").write_text("{"),
@@ -49,6 +51,9 @@ def train(tmp_path, monkeypatch):
     trainer, in the update of this number, when the directory `other` goes; in that of number 0, it goes as processes
     start."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        hosts, "look_at_host", lambda: AMPLE.hosts[0]
+    )  # one core has no room for five processes
     step_once, load = FakeEngine.optim_step, FakeEngine.load_checkpoint
 
     def train(resume="", until=None, settings=None, dies=None, **changes):
