@@ -13,7 +13,7 @@ from rl.plan.roles import ENGINE_ROLES, ROLES, RoleName
 from rl.plan.sections import Hosts
 from rl.plan.types import Notes
 
-_PROCESSES_PER_CORE = 4
+_PROCESSES_PER_CORE = 8
 _PROCESSES_PER_GPU = 32
 
 

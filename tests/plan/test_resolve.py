@@ -581,13 +581,13 @@ def test_plans_need_neither_torch_nor_monarch():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("hosts", "most"), [("cpu", 4 * 2), ("8xH100-80", 8 * 32 + 8 * 16)])
+@pytest.mark.parametrize(("hosts", "most"), [("cpu", 8 * 2), ("8xH100-80", 8 * 32 + 8 * 16)])
 @pytest.mark.parametrize(
     "setting",
     ["generator.num_replicas", "generator.tensor_parallel", "reward.num_procs", "judge.num_replicas"],
 )
 def test_any_number_of_processes_is_refused_before_a_list_of_them_is_made(model, hosts, most, setting):
-    """2^31 - 1, which a list of would take all memory. Four of a core are the most, or 32 of a GPU and one of a core."""
+    """2^31 - 1, which a list of would take all memory. Eight of a core are the most, or 32 of a GPU and one of a core."""
     section, _, name = setting.partition(".")
     config = qwen(model, judge=JudgeConfig(model=model("qwen3-1.7b")))
     config = dataclasses.replace(
