@@ -100,7 +100,8 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     alike: Counter[tuple[object, ...]] = Counter()
     numbered = []
     for mutant in sorted(set(made)):
-        alike[key := (mutant.line, mutant.kind, mutant.before, mutant.after)] += 1
+        key = mutant.line, mutant.kind, mutant.before, mutant.after
+        alike[key] += 1
         numbered.append(replace(mutant, number=alike[key]))
     return numbered
 

@@ -109,3 +109,10 @@ def test_a_fields_docstring_still_follows_the_field():
     body = ast.parse(reached.noting("code.py", source)).body[-1].body
     texts = [i for i, statement in enumerate(body) if ast.unparse(statement) == "'What x is.'"]
     assert len(body) == 6 and [ast.unparse(body[i - 1]) for i in texts] == ["x: int = 0"]
+
+
+def test_two_alike_on_a_line_have_each_a_name():
+    """One that is listed as equivalent must not excuse the other."""
+    made = mutants_of("a.py", b"def f(x):\n    return x[1], x[1]\n")
+    names = [mutant.name for mutant in made if mutant.kind == "constant"]
+    assert len(names) == len(set(names)) == 2 and "constant 2 | 1 -> 2" in names[1]

@@ -74,7 +74,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     model, recipes, rest = whole(rest[0]), rest[1:flags], rest[flags:]
     configs = {name: _config(model, name, rest) for name in recipes}
     if len(run_dirs := {config.run_dir for config in configs.values()}) > 1:
-        names = ", ".join(sorted(filter(None, run_dirs)))
+        names = ", ".join(sorted(run_dir or "none" for run_dir in run_dirs))
         raise ConfigError(f"the recipes have several directories ({names}); name one with --run_dir")
     for name, config in configs.items():
         with modules_of(source_of(name)):

@@ -120,7 +120,7 @@ def process_leases():
     return [process.environ()[LEASE] for process in all_of_the_run()]
 
 
-def have(*leases):
+def have_processes(*leases):
     """Whether each has its four processes. One that is about to run its program has its parent's variables, or none."""
     return all(process_leases().count(lease._id) == 4 for lease in leases)
 
@@ -129,7 +129,7 @@ def test_a_lease_knows_the_processes_of_its_run_and_nothing_is_left_of_them(tmp_
     async def main():
         async with a_run(tmp_path) as (agent, lease):
             assert (await lease.worker()).startswith("monarch-")
-            await until(lambda: have(lease))
+            await until(lambda: have_processes(lease))
             assert shared(tmp_path).is_dir()
             one, other = lease.born(MESH)
             assert (one.host, is_gone(one), is_stopped(one)) == (agent.address, False, False)
@@ -202,19 +202,19 @@ def test_the_next_controller_of_a_run_has_its_hosts_at_once(tmp_path):
 
             for lease in (gone, other):
                 await connect(lease)
-            await until(lambda: have(gone, other))
+            await until(lambda: have_processes(gone, other))
             async with asyncio.timeout(10):  # and silence is 45 s
                 await connect(following)
             assert gone._id not in process_leases()
-            await until(lambda: have(other))
+            await until(lambda: have_processes(other))
             with pytest.raises(HostUnreachable):
                 await gone._ask({"do": "worker"})
             with pytest.raises(HostRefuses, match="is another controller's of this run by now"):
                 await gone.connect()
-            await until(lambda: have(following))  # which that has not touched
+            await until(lambda: have_processes(following))  # which that has not touched
             for lease in (following, other):
                 await lease._ask({"do": "ping"})
-            await until(lambda: have(following, other))
+            await until(lambda: have_processes(following, other))
             for lease in (following, other):
                 await lease.close()
 

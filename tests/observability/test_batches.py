@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass, fields
 
-from rl.controller.training_batch import TrainingBatch, TrainingGroup
+from rl.controller.training_batch import Streamed, TrainingBatch, TrainingGroup
 from rl.observability.batches import VERSION, has_batch, read_batch, write_batch
-from rl.types import Group, Problem, Rollout, Sample, Score, Segment, VersionRange
+from rl.types import Group, Problem, Rewards, Rollout, Sample, Score, Segment, VersionRange
 
 FIELDS = {
     TrainingBatch: "groups rollouts filtered means samples_per_unit streamed",
     TrainingGroup: "samples num_tokens num_sequences",
+    Streamed: "groups learned",
     Group: "index rollouts scores",
     Rollout: "problem segments response stop versions forks messages score counts seconds turn_order",
     Segment: "tokens sampled logprobs",
     Score: "reward error parts components turn_components notes cause verdict",
+    Rewards: "turns tokens",
     Sample: "tokens loss_mask generator_logprobs advantages weights loss_inputs id labels",
     Problem: "id question answer metadata messages task",
     VersionRange: "oldest newest",

@@ -47,7 +47,7 @@ def test_only_the_newest_stays_when_nobody_reads():
     asyncio.run(main())
 
 
-def test_the_same_version_is_published_again_and_an_older_one_refused():
+def test_the_same_version_is_published_again():
     """A trainer that died after it had published, and took the step again."""
 
     async def main():
@@ -56,8 +56,6 @@ def test_the_same_version_is_published_again_and_an_older_one_refused():
         first = memory.store.newest(MODEL)
         await memory.publish(3)
         assert memory.store.newest(MODEL) is not first and memory.there == {(MODEL, 3)}
-        with pytest.raises(RunError, match="version 2 of .* was published after version 3"):
-            await memory.publish(2)
 
     asyncio.run(main())
 
